@@ -1,0 +1,10 @@
+//! What cards there are, and the counters that belong to a card.
+//!
+//! A card is one unit that holds a replica: a CUDA device, or a virtual card (a set of CPU cores with
+//! its own accounting). This module knows no engine and no libtorch.
+
+mod meter;
+mod virtual_card;
+
+pub use meter::{CardMeter, Meter};
+pub use virtual_card::{Cores, VirtualCard, available_cores, pin_current_thread, virtual_cards};

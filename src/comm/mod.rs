@@ -1,0 +1,61 @@
+//! Collectives between ranks, and the one wait primitive both engines share.
+//!
+//! Buckets are allocated by the collective, so that a backend can hand out memory its peers see.
+//! Knows nothing of gradients or models.
+
+mod local;
+mod shm;
+pub mod wait;
+
+pub use local::Local;
+pub use shm::Shm;
+
+use crate::Result;
+use std::time::Duration;
+use tch::{Kind, Tensor};
+
+/// Memory that a collective reduces in place.
+#[derive(Debug)]
+pub struct Buffer {
+    /// One-dimensional view of this rank's copy.
+    pub tensor: Tensor,
+    /// Which allocation of the collective it is.
+    pub id: usize,
+    /// Elements.
+    pub len: usize,
+    /// Element type.
+    pub kind: Kind,
+}
+
+/// What ranks do together. Every rank makes the same calls in the same order, from one thread a rank
+/// (whichever thread owns the value). Every wait ends at the deadline given at set-up, with an error
+/// that names the ranks that had not arrived and the number of the collective; after an error on any
+/// rank all further calls on all ranks fail.
+pub trait Collective: Send {
+    /// This process's rank.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Memory for `len` elements on every rank, zeroed.
+    fn allocate(&mut self, len: usize, kind: Kind) -> Result<Buffer>;
+
+    /// Sums over ranks, in place, bit-equal on all of them.
+    fn all_reduce(&mut self, buffer: &Buffer) -> Result<()>;
+
+    /// Copies `root`'s bytes to all, in place.
+    fn broadcast(&mut self, buffer: &Buffer, root: usize) -> Result<()>;
+
+    /// Every rank's bytes, in rank order. For small messages: plans, digests, verification.
+    fn exchange(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+
+    /// Returns when all ranks have called it.
+    fn barrier(&mut self) -> Result<()>;
+
+    /// Tells all ranks to stop waiting: `reason` is what they report.
+    fn abort(&self, reason: &str);
+
+    /// The longest any wait may take.
+    fn deadline(&self) -> Duration;
+}

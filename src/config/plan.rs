@@ -1,0 +1,305 @@
+//! The resolved plan: every value decided, nothing optional that a run needs.
+//!
+//! Written whole into `plan.json` and `results.json`, and handed to every worker.
+
+use serde::{Deserialize, Serialize};
+
+/// A way to run one training step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineKind {
+    /// One card, the whole global batch.
+    Single,
+    /// One card at the per-card batch: what weak scaling is measured against.
+    SinglePerCard,
+    /// DataParallel: one process, all cards.
+    Dp,
+    /// DistributedDataParallel: one process a card.
+    Ddp,
+}
+
+impl EngineKind {
+    /// The name used on the command line, in files and in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Single => "single",
+            Self::SinglePerCard => "single_per_card",
+            Self::Dp => "dp",
+            Self::Ddp => "ddp",
+        }
+    }
+}
+
+impl std::fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// What kind of card the run wants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceChoice {
+    /// CUDA where there is a usable card, else virtual cards.
+    Auto,
+    /// Virtual cards: sets of CPU cores.
+    Cpu,
+    /// CUDA cards or nothing.
+    Cuda,
+}
+
+/// Everything about a run that a file or flag can say.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// How it is run.
+    pub run: RunPlan,
+    /// What is trained.
+    pub model: ModelPlan,
+    /// On what.
+    pub data: DataPlan,
+    /// How many samples a step sees.
+    pub batch: BatchPlan,
+    /// How weights are updated.
+    pub optimizer: OptimizerPlan,
+    /// DataParallel's options.
+    pub dp: DpPlan,
+    /// DistributedDataParallel's options.
+    pub ddp: DdpPlan,
+    /// The sampler's options.
+    pub sample: SamplePlan,
+    /// A deliberate slowdown, for testing gates.
+    pub inject: Option<InjectPlan>,
+}
+
+/// How the run is carried out.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunPlan {
+    /// What kind of card.
+    pub device: DeviceChoice,
+    /// Number of cards; `None` in a file means all there are, and is decided before a plan is made.
+    pub cards: usize,
+    /// Engines, in the order in which a round runs them.
+    pub engines: Vec<EngineKind>,
+    /// Fresh-process repetitions of every engine.
+    pub rounds: usize,
+    /// Steps before measuring, each round.
+    pub warmup: usize,
+    /// Measured steps, each round.
+    pub steps: usize,
+    /// Seeds weights, shuffling and bootstrap.
+    pub seed: u64,
+    /// Intra-op threads of one virtual card.
+    pub threads_per_card: usize,
+    /// Number format of weights and activations.
+    pub precision: Precision,
+    /// Seconds any single wait between ranks may take before the run is stopped.
+    pub deadline_s: f64,
+}
+
+/// Number format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Precision {
+    /// 32-bit floats throughout.
+    Fp32,
+}
+
+/// Which model, with its own dimensions.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "name", rename_all = "snake_case")]
+pub enum ModelPlan {
+    /// Linear, ReLU, Linear, ReLU, Linear.
+    Mlp {
+        /// Features in.
+        input: i64,
+        /// Width of the two hidden layers.
+        hidden: i64,
+        /// Classes out.
+        classes: i64,
+    },
+    /// Three convolutions, global average pool, one linear layer.
+    Convnet {
+        /// Image channels in.
+        channels: i64,
+        /// Classes out.
+        classes: i64,
+        /// BatchNorm after each convolution.
+        batch_norm: bool,
+    },
+    /// ResNet-18 with a 3x3 stride-1 stem and no max-pool, as used for 32x32 images.
+    Resnet18 {
+        /// Image channels in.
+        channels: i64,
+        /// Classes out.
+        classes: i64,
+    },
+    /// A GPT-2 style decoder with a tied head.
+    Gpt {
+        /// Embedding width.
+        width: i64,
+        /// Attention heads.
+        heads: i64,
+        /// Blocks.
+        layers: i64,
+        /// Tokens a sample holds.
+        context: i64,
+        /// Distinct tokens.
+        vocabulary: i64,
+    },
+}
+
+impl ModelPlan {
+    /// The name a config gives it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Mlp { .. } => "mlp",
+            Self::Convnet { .. } => "convnet",
+            Self::Resnet18 { .. } => "resnet18",
+            Self::Gpt { .. } => "gpt",
+        }
+    }
+
+    /// Whether batch statistics make the result depend on how a batch is split.
+    pub fn has_batch_norm(&self) -> bool {
+        matches!(self, Self::Convnet { batch_norm: true, .. } | Self::Resnet18 { .. })
+    }
+}
+
+/// Which data set.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DataPlan {
+    /// Where samples come from.
+    pub source: DataSource,
+    /// New order every epoch.
+    pub shuffle: bool,
+    /// Leave out the tail that does not fill every rank, instead of repeating samples.
+    pub drop_last: bool,
+    /// Threads that prepare batches ahead; 0 prepares them in line.
+    pub workers: usize,
+}
+
+/// Where samples come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "name", rename_all = "snake_case")]
+pub enum DataSource {
+    /// UCI handwritten digits, 8x8, 1,797 images (every tenth is for testing).
+    Digits,
+    /// 9,000 + 1,000 MNIST images, 28x28.
+    Mnist10k,
+    /// Gaussian noise images with random labels: speed without a data set's limits.
+    Synthetic {
+        /// Shape of one sample.
+        shape: Vec<i64>,
+        /// Label range.
+        classes: i64,
+        /// Samples in an epoch.
+        samples: usize,
+    },
+    /// Token sequences from a fixed random Markov chain: something a decoder can learn.
+    Tokens {
+        /// Tokens a sample holds.
+        context: i64,
+        /// Distinct tokens.
+        vocabulary: i64,
+        /// Sequences in an epoch.
+        samples: usize,
+    },
+}
+
+impl DataSource {
+    /// The name a config gives it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Digits => "digits",
+            Self::Mnist10k => "mnist10k",
+            Self::Synthetic { .. } => "synthetic",
+            Self::Tokens { .. } => "tokens",
+        }
+    }
+}
+
+/// Samples a step sees. `global = per_card * cards` holds in `compare`; `train` lets `per_card` be the
+/// larger share where cards do not divide `global`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchPlan {
+    /// In all.
+    pub global: usize,
+    /// On one card.
+    pub per_card: usize,
+}
+
+/// How weights are updated.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "name", rename_all = "snake_case")]
+pub enum OptimizerPlan {
+    /// Stochastic gradient descent as `torch.optim.SGD`.
+    Sgd {
+        /// Learning rate.
+        lr: f64,
+        /// Momentum; 0 is plain SGD.
+        momentum: f64,
+        /// L2 penalty.
+        weight_decay: f64,
+    },
+    /// Adam as `torch.optim.Adam`, betas 0.9 and 0.999, eps 1e-8.
+    Adam {
+        /// Learning rate.
+        lr: f64,
+        /// L2 penalty.
+        weight_decay: f64,
+    },
+}
+
+/// DataParallel's options.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DpPlan {
+    /// Position in the card list of the card that gathers, reduces and updates. Only 0 for now.
+    pub output_card: usize,
+}
+
+/// DistributedDataParallel's options, PyTorch's names and defaults.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DdpPlan {
+    /// Largest bucket, MiB.
+    pub bucket_cap_mb: f64,
+    /// Largest first bucket, MiB: small, so that communication starts early.
+    pub first_bucket_mb: f64,
+    /// All-reduce while backward runs; `false` waits for backward to end.
+    pub overlap: bool,
+    /// Gradients live in the bucket from the start, instead of being copied in.
+    pub gradient_as_bucket_view: bool,
+    /// Tolerate parameters that take no part in the loss.
+    pub find_unused_parameters: bool,
+    /// Rank 0's buffers go to all before each forward.
+    pub broadcast_buffers: bool,
+}
+
+/// The sampler's options.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SamplePlan {
+    /// Time between two readings.
+    pub period_ms: u64,
+}
+
+/// Burns time in a phase: the documented knob that tests a gate.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct InjectPlan {
+    /// Where.
+    pub phase: InjectPhase,
+    /// How much longer the phase takes.
+    pub percent: f64,
+    /// Only on this rank (card in `dp`); `None` burns on all.
+    pub rank: Option<usize>,
+}
+
+/// Phases that can be slowed down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum InjectPhase {
+    /// Forward pass.
+    Forward,
+    /// Backward pass.
+    Backward,
+    /// Optimiser step.
+    Update,
+}

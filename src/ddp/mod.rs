@@ -1,0 +1,5 @@
+//! DistributedDataParallel.
+
+/// One process a card.
+#[derive(Debug)]
+pub struct DistributedDataParallel {}

@@ -1,0 +1,5 @@
+//! DataParallel.
+
+/// One process, all cards.
+#[derive(Debug)]
+pub struct DataParallel {}

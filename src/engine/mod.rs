@@ -1,0 +1,42 @@
+//! What all engines share: the trait, the loop that warms up and measures, and the `single` engine.
+//!
+//! Engines differ in [`Engine::step`] and in nothing else; the loop never asks which one it drives.
+
+mod run_loop;
+mod single;
+
+pub use run_loop::{Event, RunLoop, StepEvent};
+pub use single::Single;
+
+use crate::Result;
+use crate::data::Batch;
+use crate::metrics::phase::{Recorder, Span};
+use crate::model::State;
+
+/// One way to run a training step. A value of this trait lives in one process and works for one or
+/// more cards.
+pub trait Engine {
+    /// Forward, backward and update on this process's part of the global batch. Phases of the calling
+    /// thread go to `recorder`; those of other threads come back in the outcome.
+    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome>;
+
+    /// The weights (of card 0, or of this rank).
+    fn state(&self) -> &State;
+
+    /// Right predictions, out of how many, on a batch; no gradients.
+    fn evaluate(&mut self, batch: Batch) -> Result<(u64, u64)>;
+
+    /// Cards this process works for, and the threads' kernel names that do.
+    fn cards(&self) -> Vec<usize>;
+}
+
+/// What one step gave.
+#[derive(Debug)]
+pub struct StepOutcome {
+    /// Mean loss over this process's samples.
+    pub loss: f64,
+    /// Real samples.
+    pub samples: usize,
+    /// Phases of other threads of this process that ended since the last step.
+    pub spans: Vec<Span>,
+}

@@ -1,0 +1,5 @@
+//! One card, no communication: the reference.
+
+/// The reference engine.
+#[derive(Debug)]
+pub struct Single {}

@@ -1,0 +1,328 @@
+//! The on-disk schema of a run (`results.json`, `steps.csv`, `samples.csv`), and nothing else.
+//!
+//! Reports and gates are rebuilt from these types alone. A value that could not be had is `None`:
+//! `null` in JSON, an empty cell in CSV; never zero, never NaN. A new key here is a promise to readers.
+
+use crate::config::{EngineKind, Plan};
+use crate::metrics::phase::Phase;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The schema this build writes.
+pub const SCHEMA: &str = "dp-vs-ddp/results/1";
+
+/// `results.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Results {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// The command line, program name included.
+    pub argv: Vec<String>,
+    /// RFC 3339, UTC.
+    pub started_at: String,
+    /// RFC 3339, UTC; `None` while the run goes on.
+    pub finished_at: Option<String>,
+    /// Whether all of it was measured.
+    pub status: Status,
+    /// What it ran on.
+    pub environment: Environment,
+    /// What was run.
+    pub plan: Plan,
+    /// What was measured, by engine name (`single`, `single_per_card`, `dp`, `ddp`; peers `torch_*`).
+    pub engines: BTreeMap<String, EngineRecord>,
+    /// The engines against each other.
+    pub comparison: Comparison,
+    /// What the reader should know.
+    pub warnings: Vec<Warning>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// Every cell was measured, or is a record of why it could not be.
+    Complete,
+    /// Stopped from outside; what is here is whole rounds.
+    Interrupted,
+    /// A rank died or the machinery failed.
+    Failed,
+}
+
+/// The machine and its software.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Environment {
+    /// Hash of hardware facts only: cards, links, CPU model, cores.
+    pub fingerprint: String,
+    /// The cards used, in rank order.
+    pub cards: Vec<CardInfo>,
+    /// Versions.
+    pub software: Software,
+    /// CPU model name.
+    pub cpu: Option<String>,
+    /// Cores this process may run on.
+    pub cores: usize,
+    /// Operating system.
+    pub os: Option<String>,
+    /// `CUDA_VISIBLE_DEVICES` as found.
+    pub visible_devices: Option<String>,
+}
+
+/// One card.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CardInfo {
+    /// Position in the run's card list.
+    pub index: usize,
+    /// `virtual` or `cuda`.
+    pub kind: CardKind,
+    /// For people.
+    pub name: String,
+    /// What identifies it; for a virtual card its core set, as in `cores:0-1`.
+    pub uuid: String,
+    /// Its own memory; `None` for a virtual card, which shares the host's.
+    pub memory_bytes: Option<u64>,
+    /// Cores a virtual card's threads are pinned to.
+    pub cores: Option<Vec<usize>>,
+}
+
+/// What a card is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CardKind {
+    /// A set of CPU cores with its own accounting.
+    Virtual,
+    /// A CUDA device.
+    Cuda,
+}
+
+/// Versions of what can change under a benchmark.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Software {
+    /// This program.
+    pub version: String,
+    /// libtorch, as loaded.
+    pub libtorch: Option<String>,
+    /// NCCL, as loaded.
+    pub nccl: Option<String>,
+    /// NVIDIA driver.
+    pub driver: Option<String>,
+    /// CUDA runtime.
+    pub cuda: Option<String>,
+}
+
+/// One engine: its rounds and what follows from them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EngineRecord {
+    /// Cards it ran on.
+    pub cards: usize,
+    /// Samples a step sees in all.
+    pub global_batch: usize,
+    /// Samples a step sees on one card.
+    pub batch_per_card: usize,
+    /// In order of measuring.
+    pub rounds: Vec<Round>,
+    /// Over the rounds that are ok; `None` where there is none.
+    pub summary: Option<Summary>,
+}
+
+/// One engine's warm-up and measured steps in fresh processes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Round {
+    /// Whether it was measured.
+    pub status: RoundStatus,
+    /// Why not.
+    pub error: Option<String>,
+    /// Real samples over the wall time of the measured steps.
+    pub samples_per_second: Option<f64>,
+    /// Wall time of a step.
+    pub step_ms: Option<Spread>,
+    /// By phase: the largest over cards in each step, then the median over steps.
+    pub phases_ms: BTreeMap<Phase, f64>,
+    /// Loss of every step, warm-up included.
+    pub losses: Vec<f64>,
+    /// Mean a step and card of time in communication; `None` for one card.
+    pub communication_ms: Option<f64>,
+    /// Its part that nothing hid.
+    pub exposed_communication_ms: Option<f64>,
+    /// 1 - exposed / communication; `None` where there is no communication.
+    pub overlap: Option<f64>,
+    /// By card.
+    pub cards: Vec<CardRound>,
+    /// Hash of each rank's weights after the last step; equal for all ranks of `ddp`.
+    pub weights_digests: Vec<String>,
+}
+
+/// Whether a round was measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoundStatus {
+    /// Measured.
+    Ok,
+    /// Not measured; the error says why.
+    Failed,
+}
+
+/// How values spread.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Spread {
+    /// Middle value.
+    pub median: f64,
+    /// 5th percentile.
+    pub p5: f64,
+    /// 95th percentile.
+    pub p95: f64,
+    /// Arithmetic mean.
+    pub mean: f64,
+}
+
+/// One card in one round.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CardRound {
+    /// Position in the run's card list.
+    pub index: usize,
+    /// Busy over wall during the measured steps, per core of the card.
+    pub utilisation_percent_mean: Option<f64>,
+    /// Per step: phases that are not communication, less their waiting.
+    pub compute_ms: Option<f64>,
+    /// Per step.
+    pub communication_ms: Option<f64>,
+    /// Per step.
+    pub wait_ms: Option<f64>,
+    /// Most bytes alive at once during the measured steps.
+    pub memory_peak_bytes: Option<u64>,
+    /// Energy of the measured steps; `None` without a counter.
+    pub energy_joules: Option<f64>,
+}
+
+/// Over the ok rounds of one engine.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// Throughput.
+    pub samples_per_second: Estimate,
+    /// Step time.
+    pub step_ms: Spread,
+    /// Against `single`.
+    pub scaling_efficiency: Scaling,
+    /// Unevenness of the cards.
+    pub imbalance: Imbalance,
+    /// Medians over rounds, by card.
+    pub cards: Vec<CardRound>,
+}
+
+/// A median and how sure it is.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Estimate {
+    /// Median over rounds.
+    pub median: f64,
+    /// Bootstrap 95 % interval; `None` below five rounds.
+    pub ci95: Option<[f64; 2]>,
+}
+
+/// Scaling efficiency, 1.0 = perfect.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Scaling {
+    /// Throughput on n cards over n times `single` at the per-card batch.
+    pub weak: Option<f64>,
+    /// Throughput on n cards over n times `single` at the global batch.
+    pub strong: Option<f64>,
+}
+
+/// Largest over mean across cards, 1.0 = even.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Imbalance {
+    /// Of utilisation.
+    pub utilisation: Option<f64>,
+    /// Of peak memory.
+    pub memory: Option<f64>,
+}
+
+/// The engines against each other.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// Throughput of `ddp` over `dp`; `None` when one of them is not there or they are not comparable.
+    pub ddp_over_dp: Option<Ratio>,
+    /// Throughput of `dp` over `single`.
+    pub dp_over_single: Option<Ratio>,
+    /// Throughput of `ddp` over `single`.
+    pub ddp_over_single: Option<Ratio>,
+    /// Whether they computed the same thing.
+    pub losses: LossAgreement,
+}
+
+/// A ratio of throughputs: the median of the ratios of paired rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Ratio {
+    /// Median over paired rounds.
+    pub ratio: f64,
+    /// Bootstrap 95 % interval; `None` below five rounds.
+    pub ci95: Option<[f64; 2]>,
+}
+
+/// The correctness check that stands beside every speed.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct LossAgreement {
+    /// `None`: not checked, and `reason` says why.
+    pub agree: Option<bool>,
+    /// Engines and steps that were compared, as in `single, dp, ddp: first 20 steps`.
+    pub checked: String,
+    /// Largest relative difference of a loss.
+    pub max_difference: Option<f64>,
+    /// What it may be.
+    pub tolerance: Option<f64>,
+    /// Why it was not checked, or what disagrees.
+    pub reason: Option<String>,
+}
+
+/// Something the reader should know, with advice.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Warning {
+    /// Stable identifier, in snake_case.
+    pub code: String,
+    /// What was seen.
+    pub message: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+/// One row of `steps.csv`. The whole step is the row whose phase is `step`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepRow {
+    /// Engine.
+    pub engine: EngineKind,
+    /// Round, from 0.
+    pub round: usize,
+    /// Process.
+    pub rank: usize,
+    /// Card.
+    pub card: usize,
+    /// Step of the round, warm-up included.
+    pub step: u64,
+    /// Phase name, or `step`.
+    pub phase: String,
+    /// Start, CLOCK_MONOTONIC.
+    pub start_ns: u64,
+    /// Length.
+    pub duration_ns: u64,
+    /// Real samples the card saw; only on `step` rows.
+    pub samples: Option<u64>,
+}
+
+/// One row of `samples.csv`: what the sampler read of one card at one moment.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SampleRow {
+    /// Engine running.
+    pub engine: EngineKind,
+    /// Round, from 0.
+    pub round: usize,
+    /// When, CLOCK_MONOTONIC.
+    pub t_ns: u64,
+    /// Card.
+    pub card: usize,
+    /// What identifies the card.
+    pub uuid: String,
+    /// Busy over wall since the previous reading, per core of the card.
+    pub utilisation_percent: Option<f64>,
+    /// Bytes alive.
+    pub memory_used_bytes: Option<u64>,
+    /// Power draw.
+    pub power_mw: Option<u64>,
+}
