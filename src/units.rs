@@ -4,7 +4,9 @@
 //! table or chart, chosen here. GB is 10^9 bytes, GiB is 2^30; memory is shown in MiB/GiB, traffic in GB/s.
 
 /// Nanoseconds of CLOCK_MONOTONIC, or a span of them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
+)]
 #[serde(transparent)]
 pub struct Nanos(pub u64);
 
@@ -43,7 +45,8 @@ impl Nanos {
 
 /// Bytes for people, in binary units: `1.5 GiB`, `12.0 MiB`, `640 B`.
 pub fn bytes(n: u64) -> String {
-    const UNITS: [(&str, f64); 3] = [("GiB", (1u64 << 30) as f64), ("MiB", (1u64 << 20) as f64), ("KiB", 1024.0)];
+    const UNITS: [(&str, f64); 3] =
+        [("GiB", (1u64 << 30) as f64), ("MiB", (1u64 << 20) as f64), ("KiB", 1024.0)];
     UNITS
         .iter()
         .find(|(_, size)| n as f64 >= *size)

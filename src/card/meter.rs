@@ -3,7 +3,12 @@
 //!
 //! Memory of a memfd: it has no name, so nothing is left behind when a process is killed.
 
-use crate::Result;
+#![allow(unsafe_code)]
+
+use super::SharedMemory;
+use crate::error::Kind;
+use crate::{Error, Result};
+use std::mem::size_of;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 
@@ -23,39 +28,47 @@ pub struct CardMeter {
     pub steps: AtomicU64,
 }
 
-/// The counters of all cards, mapped.
+/// The counters of all cards, mapped: one [`CardMeter`] after another, nothing else.
 #[derive(Debug)]
 pub struct Meter {
-    // mapping + fd
-    _todo: (),
+    memory: SharedMemory,
 }
 
 impl Meter {
     /// Makes counters for this many cards, all zero.
     pub fn create(cards: usize) -> Result<Self> {
-        let _ = cards;
-        todo!()
+        Ok(Self { memory: SharedMemory::create("dp-vs-ddp meter", cards * size_of::<CardMeter>())? })
     }
 
     /// Maps counters that another process made: a path as in `/proc/PID/fd/N`.
     pub fn open(path: &std::path::Path) -> Result<Self> {
-        let _ = path;
-        todo!()
+        let memory = SharedMemory::open(path)?;
+        if memory.len() % size_of::<CardMeter>() != 0 {
+            let what = format!(
+                "`{}` holds {} bytes, which is no whole number of card counters ({} bytes each)",
+                path.display(),
+                memory.len(),
+                size_of::<CardMeter>()
+            );
+            return Err(Error::new(Kind::Corrupt, what)
+                .hint("parent and worker must be the same build: run them from one binary"));
+        }
+        Ok(Self { memory })
     }
 
     /// Where another process of this user finds it, while this process lives.
     pub fn path(&self) -> std::path::PathBuf {
-        todo!()
+        self.memory.path()
     }
 
     /// The descriptor behind it.
     pub fn fd(&self) -> &OwnedFd {
-        todo!()
+        self.memory.fd()
     }
 
     /// Number of cards.
     pub fn len(&self) -> usize {
-        todo!()
+        self.memory.len() / size_of::<CardMeter>()
     }
 
     /// Whether there are none.
@@ -63,9 +76,45 @@ impl Meter {
         self.len() == 0
     }
 
+    /// All counters, by card.
+    pub fn cards(&self) -> &[CardMeter] {
+        // SAFETY: the mapping is page-aligned, holds `len` counters, lives as long as `self`, and is only
+        // ever reached through atomics, for which zeroed memory is valid.
+        unsafe { std::slice::from_raw_parts(self.memory.start().as_ptr().cast(), self.len()) }
+    }
+
     /// One card's counters. Panics on a card that is not there, as slices do.
     pub fn card(&self, index: usize) -> &CardMeter {
-        let _ = index;
-        todo!()
+        &self.cards()[index]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering::Relaxed;
+
+    #[test]
+    fn counters_start_at_zero_and_are_shared() {
+        let parent = Meter::create(3).unwrap();
+        let worker = Meter::open(&parent.path()).unwrap();
+        assert_eq!((parent.len(), worker.len()), (3, 3));
+        worker.card(2).live_bytes.fetch_add(4096, Relaxed);
+        assert_eq!(parent.card(2).live_bytes.load(Relaxed), 4096);
+        assert_eq!(parent.card(1).live_bytes.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn cards_do_not_share_a_cache_line() {
+        let meter = Meter::create(2).unwrap();
+        let distance = std::ptr::from_ref(meter.card(1)).addr() - std::ptr::from_ref(meter.card(0)).addr();
+        assert!(distance >= 128, "{distance}");
+    }
+
+    #[test]
+    fn a_wrong_size_is_refused() {
+        let other = SharedMemory::create("test", 100).unwrap();
+        let error = Meter::open(&other.path()).unwrap_err();
+        assert!(error.to_string().contains("100 bytes"), "{error}");
     }
 }

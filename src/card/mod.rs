@@ -4,7 +4,9 @@
 //! its own accounting). This module knows no engine and no libtorch.
 
 mod meter;
+mod shared;
 mod virtual_card;
 
 pub use meter::{CardMeter, Meter};
+pub use shared::SharedMemory;
 pub use virtual_card::{Cores, VirtualCard, available_cores, pin_current_thread, virtual_cards};

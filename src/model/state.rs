@@ -29,13 +29,23 @@ impl State {
     /// Registers a parameter that is trained, and hands its handle back.
     pub fn parameter(&mut self, name: impl Into<String>, tensor: Tensor) -> Tensor {
         let tensor = tensor.set_requires_grad(true);
-        self.entries.push(Entry { name: name.into(), tensor: tensor.shallow_clone(), trainable: true, buffer: false });
+        self.entries.push(Entry {
+            name: name.into(),
+            tensor: tensor.shallow_clone(),
+            trainable: true,
+            buffer: false,
+        });
         tensor
     }
 
     /// Registers a buffer, and hands its handle back.
     pub fn buffer(&mut self, name: impl Into<String>, tensor: Tensor) -> Tensor {
-        self.entries.push(Entry { name: name.into(), tensor: tensor.shallow_clone(), trainable: false, buffer: true });
+        self.entries.push(Entry {
+            name: name.into(),
+            tensor: tensor.shallow_clone(),
+            trainable: false,
+            buffer: true,
+        });
         tensor
     }
 
