@@ -9,4 +9,4 @@ mod virtual_card;
 
 pub use meter::{CardMeter, Meter};
 pub use shared::SharedMemory;
-pub use virtual_card::{Cores, VirtualCard, available_cores, pin_current_thread, virtual_cards};
+pub use virtual_card::{Cores, Topology, VirtualCard, available_cores, pin_current_thread, virtual_cards};

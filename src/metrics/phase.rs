@@ -87,6 +87,40 @@ pub struct Span {
     pub duration: Nanos,
 }
 
+/// One step of one process, as its worker reports it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepReport {
+    /// From 0, warm-up included.
+    pub step: u64,
+    /// Mean over this process's samples; `None` when it had none.
+    pub loss: Option<f64>,
+    /// Real samples of this process.
+    pub samples: u64,
+    /// Before the batch was asked for.
+    pub start: Nanos,
+    /// After the update, device idle.
+    pub end: Nanos,
+    /// Phases of all its threads that ended since the last report.
+    pub spans: Vec<Span>,
+}
+
+/// What one card's threads did between the first and the last measured step, read by their own process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CardTotals {
+    /// Card (position in the run's card list).
+    pub card: usize,
+    /// Cores it has: what utilisation is a share of.
+    pub cores: usize,
+    /// Length of the window.
+    pub wall: Nanos,
+    /// CPU time of its threads.
+    pub on_cpu: Nanos,
+    /// The part of `on_cpu` that was burnt inside the wait primitive.
+    pub wait_cpu: Nanos,
+    /// Most bytes alive at once; `None` where memory is not counted.
+    pub memory_peak_bytes: Option<u64>,
+}
+
 /// Collects the spans of one thread of one card.
 #[derive(Debug)]
 pub struct Recorder {

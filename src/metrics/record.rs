@@ -32,8 +32,26 @@ pub struct Results {
     pub engines: BTreeMap<String, EngineRecord>,
     /// The engines against each other.
     pub comparison: Comparison,
+    /// How the cards were sampled; `None` before the first reading.
+    #[serde(default)]
+    pub sampling: Option<Sampling>,
     /// What the reader should know.
     pub warnings: Vec<Warning>,
+}
+
+/// The sampler's own account of a run, all rounds together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Time between two readings.
+    pub period_ms: u64,
+    /// Readings taken.
+    pub ticks: u64,
+    /// Readings that came too late and were left out.
+    pub missed: u64,
+    /// Values that could not be true (outside -5 to 105 %) and are missing in `samples.csv`.
+    pub rejected: u64,
+    /// CPU time the sampler itself took, of one core.
+    pub cpu_percent: Option<f64>,
 }
 
 /// How a run ended.
