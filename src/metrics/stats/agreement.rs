@@ -1,0 +1,138 @@
+//! Whether the engines computed the same thing: the check that stands beside every speed.
+
+use super::summary::ok_rounds;
+use crate::config::{EngineKind, OptimizerPlan, Plan, Precision};
+use crate::metrics::record::{EngineRecord, LossAgreement, Results};
+
+/// Steps whose losses are judged. Later ones are shown and not judged: rounding grows from step to
+/// step, under BatchNorm and Adam quickly.
+pub const CHECKED_STEPS: usize = 20;
+
+/// How far losses may be apart, relatively: what rounding in another order of summation explains.
+pub fn tolerance(plan: &Plan) -> f64 {
+    match (plan.run.precision, plan.optimizer) {
+        (Precision::Fp32, OptimizerPlan::Sgd { .. }) => 1e-4,
+        (Precision::Fp32, OptimizerPlan::Adam { .. }) => 1e-3,
+    }
+}
+
+/// `|a - b| / max(|a|, |b|)`; zero for two zeros.
+pub fn relative_difference(a: f64, b: f64) -> f64 {
+    (a - b).abs() / a.abs().max(b.abs()).max(f64::MIN_POSITIVE)
+}
+
+/// Compares the losses of the first [`CHECKED_STEPS`] steps of every pair of rounds, and the weights
+/// of `ddp`'s ranks with each other.
+///
+/// `single` takes part only where the model has no BatchNorm, which `dp` and `ddp` normalise per
+/// replica; `single_per_card` never does: it sees other batches.
+pub fn loss_agreement(results: &Results) -> LossAgreement {
+    let tolerance = tolerance(&results.plan);
+    let batch_norm = results.plan.model.has_batch_norm() && results.plan.run.cards > 1;
+    let taking_part: Vec<(&str, &EngineRecord)> = [EngineKind::Single, EngineKind::Dp, EngineKind::Ddp]
+        .into_iter()
+        .filter(|kind| !(batch_norm && *kind == EngineKind::Single))
+        .filter_map(|kind| results.engines.get(kind.name()).map(|record| (kind.name(), record)))
+        .filter(|(_, record)| ok_rounds(record).next().is_some())
+        .collect();
+
+    let mut check = Check::default();
+    for (i, a) in taking_part.iter().enumerate() {
+        for b in &taking_part[i + 1..] {
+            check.pair(*a, *b, tolerance);
+        }
+    }
+    if let Some((_, record)) = taking_part.iter().find(|(name, _)| *name == EngineKind::Ddp.name()) {
+        check.digests(record);
+    }
+
+    let left_out = if batch_norm && results.engines.contains_key(EngineKind::Single.name()) {
+        "; single left out: BatchNorm normalises each replica's own samples"
+    } else {
+        ""
+    };
+    if check.pairs == 0 && check.fault.is_none() {
+        let reason = if taking_part.len() < 2 {
+            format!("fewer than two engines to compare{left_out}")
+        } else {
+            format!("no round that two engines both finished{left_out}")
+        };
+        return LossAgreement {
+            agree: None,
+            checked: "nothing".to_owned(),
+            max_difference: None,
+            tolerance: Some(tolerance),
+            reason: Some(reason),
+        };
+    }
+    let names: Vec<&str> = taking_part.iter().map(|(name, _)| *name).collect();
+    LossAgreement {
+        agree: Some(check.fault.is_none()),
+        checked: format!("{}: first {} steps{left_out}", names.join(", "), check.steps.unwrap_or(0)),
+        max_difference: check.max_difference,
+        tolerance: Some(tolerance),
+        reason: check.fault,
+    }
+}
+
+/// What was compared so far, and the first thing that was wrong.
+#[derive(Default)]
+struct Check {
+    pairs: usize,
+    /// The shortest prefix compared in a pair.
+    steps: Option<usize>,
+    max_difference: Option<f64>,
+    fault: Option<String>,
+}
+
+impl Check {
+    fn pair(&mut self, a: (&str, &EngineRecord), b: (&str, &EngineRecord), tolerance: f64) {
+        for (round, of_a) in ok_rounds(a.1) {
+            let Some((_, of_b)) = ok_rounds(b.1).find(|(index, _)| *index == round) else { continue };
+            let steps = of_a.losses.len().min(of_b.losses.len()).min(CHECKED_STEPS);
+            if steps == 0 {
+                continue;
+            }
+            self.pairs += 1;
+            self.steps = Some(self.steps.map_or(steps, |least| least.min(steps)));
+            for (step, (x, y)) in of_a.losses.iter().zip(&of_b.losses).take(steps).enumerate() {
+                let difference = relative_difference(*x, *y);
+                if difference.is_finite() {
+                    self.max_difference = Some(self.max_difference.map_or(difference, |m| m.max(difference)));
+                }
+                // Written so that a NaN counts as disagreement.
+                if !(difference <= tolerance) {
+                    self.fault.get_or_insert_with(|| {
+                        format!("round {round}, step {step}: loss {x} under {}, {y} under {}", a.0, b.0)
+                    });
+                }
+            }
+        }
+    }
+
+    fn digests(&mut self, ddp: &EngineRecord) {
+        for (round, record) in ok_rounds(ddp) {
+            let digests = &record.weights_digests;
+            if let Some(rank) = digests.iter().position(|digest| *digest != digests[0]) {
+                self.fault.get_or_insert_with(|| {
+                    format!(
+                        "round {round}: weights of ddp's rank {rank} differ from rank 0's after the last step"
+                    )
+                });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_difference_is_relative_to_the_larger() {
+        assert_eq!(relative_difference(2.0, 1.0), 0.5);
+        assert_eq!(relative_difference(-1.0, 1.0), 2.0);
+        assert_eq!(relative_difference(0.0, 0.0), 0.0);
+        assert!(relative_difference(f64::NAN, 1.0).is_nan());
+    }
+}
