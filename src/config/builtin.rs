@@ -1,7 +1,14 @@
 //! The files of `configs/`, built into the binary.
 
-/// Name and text of every built-in config.
-pub const BUILTIN: &[(&str, &str)] = &[("quick", include_str!("../../configs/quick.toml"))];
+macro_rules! configs {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_str!(concat!("../../configs/", $name, ".toml")))),*]
+    };
+}
+
+/// Name and text of every built-in config, by name.
+pub const BUILTIN: &[(&str, &str)] =
+    configs!["convnet", "convnet-batchnorm", "digits", "gpt", "heavy-comm", "quick", "resnet18"];
 
 /// The text of a built-in config.
 pub fn builtin(name: &str) -> Option<&'static str> {

@@ -163,6 +163,33 @@ impl ModelPlan {
     pub fn has_batch_norm(&self) -> bool {
         matches!(self, Self::Convnet { batch_norm: true, .. } | Self::Resnet18 { .. })
     }
+
+    /// Trainable numbers, tied ones counted once.
+    pub fn parameters(&self) -> u128 {
+        let n = |size: i64| u128::from(size.unsigned_abs());
+        match *self {
+            Self::Mlp { input, hidden, classes } => {
+                let linear = |from: i64, to: i64| (n(from) + 1) * n(to);
+                linear(input, hidden) + linear(hidden, hidden) + linear(hidden, classes)
+            }
+            Self::Convnet { channels, classes, batch_norm } => {
+                let convolution = |from: u128, to: u128| (from * 9 + 1) * to;
+                let norms = if batch_norm { 2 * (32 + 64 + 128) } else { 0 };
+                convolution(n(channels), 32)
+                    + convolution(32, 64)
+                    + convolution(64, 128)
+                    + norms
+                    + 129 * n(classes)
+            }
+            // All but the first convolution and the head is the same whatever the data.
+            Self::Resnet18 { channels, classes } => 11_167_104 + 64 * 9 * n(channels) + 513 * n(classes),
+            Self::Gpt { width, layers, context, vocabulary, .. } => {
+                let width = n(width);
+                // Per block: two LayerNorms, c_attn, attn.c_proj, c_fc, mlp.c_proj, each with its bias.
+                n(layers) * (12 * width * width + 13 * width) + (n(vocabulary) + n(context) + 2) * width
+            }
+        }
+    }
 }
 
 /// Which data set.
@@ -214,6 +241,34 @@ impl DataSource {
             Self::Mnist10k => "mnist10k",
             Self::Synthetic { .. } => "synthetic",
             Self::Tokens { .. } => "tokens",
+        }
+    }
+
+    /// Shape of one sample: `[channels, height, width]` of an image, `[context]` of tokens.
+    pub fn sample_shape(&self) -> Vec<i64> {
+        match self {
+            Self::Digits => vec![1, 8, 8],
+            Self::Mnist10k => vec![1, 28, 28],
+            Self::Synthetic { shape, .. } => shape.clone(),
+            Self::Tokens { context, .. } => vec![*context],
+        }
+    }
+
+    /// Distinct labels, or tokens.
+    pub fn classes(&self) -> i64 {
+        match self {
+            Self::Digits | Self::Mnist10k => 10,
+            Self::Synthetic { classes, .. } => *classes,
+            Self::Tokens { vocabulary, .. } => *vocabulary,
+        }
+    }
+
+    /// Samples for training.
+    pub fn samples(&self) -> usize {
+        match self {
+            Self::Digits => 1617,
+            Self::Mnist10k => 9000,
+            Self::Synthetic { samples, .. } | Self::Tokens { samples, .. } => *samples,
         }
     }
 }
