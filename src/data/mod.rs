@@ -7,5 +7,5 @@ mod loader;
 mod sampler;
 
 pub use dataset::{Batch, Dataset, open};
-pub use loader::Loader;
-pub use sampler::{DistributedSampler, batches, randperm};
+pub use loader::{Cut, Loader, LoaderOptions, Part};
+pub use sampler::{DistributedSampler, Shares, batches, chunk_sizes, chunks, randperm};

@@ -2,9 +2,11 @@
 //!
 //! Engines differ in [`Engine::step`] and in nothing else; the loop never asks which one it drives.
 
+mod burn;
 mod run_loop;
 mod single;
 
+pub use burn::{burn, timed};
 pub use run_loop::{Event, RunLoop, StepEvent};
 pub use single::Single;
 
@@ -26,7 +28,7 @@ pub trait Engine {
     /// Right predictions, out of how many, on a batch; no gradients.
     fn evaluate(&mut self, batch: Batch) -> Result<(u64, u64)>;
 
-    /// Cards this process works for, and the threads' kernel names that do.
+    /// Cards this process works for; the calling thread works for the first of them.
     fn cards(&self) -> Vec<usize>;
 }
 
@@ -35,7 +37,7 @@ pub trait Engine {
 pub struct StepOutcome {
     /// Mean loss over this process's samples.
     pub loss: f64,
-    /// Real samples.
+    /// Rows of this process's part: the weight of `loss`.
     pub samples: usize,
     /// Phases of other threads of this process that ended since the last step.
     pub spans: Vec<Span>,

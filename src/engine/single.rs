@@ -1,5 +1,56 @@
-//! One card, no communication: the reference.
+//! One card, no communication: the reference that the other engines must agree with.
 
-/// The reference engine.
-#[derive(Debug)]
-pub struct Single {}
+use super::{Engine, StepOutcome, timed};
+use crate::Result;
+use crate::config::{InjectPlan, OptimizerPlan};
+use crate::data::Batch;
+use crate::metrics::phase::{Phase, Recorder};
+use crate::model::{self, Model, State};
+use crate::torch::grad;
+use crate::torch::optim::Optimizer;
+
+/// Trains a model on the card of the calling thread.
+pub struct Single {
+    model: Box<dyn Model>,
+    optimizer: Optimizer,
+    inject: Option<InjectPlan>,
+}
+
+impl Single {
+    /// Over this model's trainable parameters.
+    pub fn new(model: Box<dyn Model>, optimizer: OptimizerPlan, inject: Option<InjectPlan>) -> Self {
+        let parameters = model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
+        Self { model, optimizer: Optimizer::new(optimizer, parameters), inject }
+    }
+}
+
+impl Engine for Single {
+    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
+        let inject = self.inject.as_ref();
+        let output = timed(recorder, inject, Phase::Forward, || self.model.forward(&batch.input, true))?;
+        let (loss, value) = recorder.time(Phase::Loss, || -> Result<_> {
+            let loss = model::loss(&output, &batch.target)?;
+            let value = loss.f_double_value(&[])?;
+            Ok((loss, value))
+        })?;
+        timed(recorder, inject, Phase::Backward, || grad::backward(&[&loss], &[None]))?;
+        timed(recorder, inject, Phase::Update, || {
+            self.optimizer.step()?;
+            self.optimizer.zero_grad()
+        })?;
+        Ok(StepOutcome { loss: value, samples: batch.samples, spans: Vec::new() })
+    }
+
+    fn state(&self) -> &State {
+        self.model.state()
+    }
+
+    fn evaluate(&mut self, batch: Batch) -> Result<(u64, u64)> {
+        let output = tch::no_grad(|| self.model.forward(&batch.input, false))?;
+        model::correct(&output, &batch.target)
+    }
+
+    fn cards(&self) -> Vec<usize> {
+        vec![0]
+    }
+}
