@@ -6,5 +6,6 @@
 pub mod phase;
 pub mod proc;
 pub mod record;
+pub mod round;
 pub mod sampler;
 pub mod stats;
