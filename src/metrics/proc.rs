@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn a_spinning_thread_is_charged_to_its_card_alone() {
-        let work = |millis| {
+        let work = |millis: u64| {
             move || {
                 let start = Nanos::thread_cpu();
                 while Nanos::thread_cpu().since(start) < Nanos(millis * 1_000_000) {}

@@ -170,7 +170,8 @@ fn read_card(
     utilisation: &mut Utilisation,
 ) -> (SampleRow, bool) {
     let now = Nanos::now();
-    let mut mine = threads.values().filter(|(index, _)| *index == card.index).map(|(_, cpu)| cpu.0).peekable();
+    let mut mine =
+        threads.values().filter(|(index, _)| *index == card.index).map(|(_, cpu)| cpu.0).peekable();
     let seen = mine.peek().is_some();
     let meter = subject.meter.cards().get(card.index);
     let reading = match meter {
@@ -293,8 +294,13 @@ mod tests {
         let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
         let meter = Arc::new(Meter::create(1).unwrap());
         meter.card(0).live_bytes.store(4096, Relaxed);
-        let subject =
-            Subject { engine: EngineKind::Dp, round: 3, cards: vec![card], pids: vec![std::process::id()], meter };
+        let subject = Subject {
+            engine: EngineKind::Dp,
+            round: 3,
+            cards: vec![card],
+            pids: vec![std::process::id()],
+            meter,
+        };
         let sampler = Sampler::start(subject, Duration::from_millis(100), rows).unwrap();
         std::thread::sleep(Duration::from_millis(950));
         let account = sampler.stop();
