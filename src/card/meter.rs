@@ -11,6 +11,7 @@ use crate::{Error, Result};
 use std::mem::size_of;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// One card's counters. All relaxed: they are statistics, nothing is ordered by them.
 #[repr(C, align(128))]
@@ -26,6 +27,19 @@ pub struct CardMeter {
     pub wait_wall_ns: AtomicU64,
     /// Steps finished.
     pub steps: AtomicU64,
+}
+
+impl CardMeter {
+    /// Counts a block in, and raises the peak.
+    pub fn allocated(&self, bytes: u64) {
+        let live = self.live_bytes.fetch_add(bytes, Relaxed) + bytes;
+        self.peak_bytes.fetch_max(live, Relaxed);
+    }
+
+    /// Counts a block out.
+    pub fn freed(&self, bytes: u64) {
+        self.live_bytes.fetch_sub(bytes, Relaxed);
+    }
 }
 
 /// The counters of all cards, mapped: one [`CardMeter`] after another, nothing else.
@@ -92,7 +106,6 @@ impl Meter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::Ordering::Relaxed;
 
     #[test]
     fn counters_start_at_zero_and_are_shared() {

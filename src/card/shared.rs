@@ -88,7 +88,32 @@ impl SharedMemory {
 
     /// Where another process of this user finds it while this process lives and keeps it.
     pub fn path(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd()))
+        PathBuf::from(format!(
+            "/proc/{}/fd/{}",
+            rustix::process::getpid().as_raw_nonzero(),
+            self.fd.as_raw_fd()
+        ))
+    }
+
+    /// Gives the memory back but keeps the addresses: what still points here finds private zeroes
+    /// instead of a fault.
+    ///
+    /// For memory that was lent to something that cannot keep an owner alive, as libtorch's blobs. Costs
+    /// address space, nothing else, for the rest of the process.
+    pub fn retire(self) {
+        let memory = std::mem::ManuallyDrop::new(self);
+        // SAFETY: replaces exactly the mapping made in `map`, atomically; `self` is gone, so this is the
+        // only place that still knows it as shared memory. Failing leaves the old mapping, as valid.
+        let _ = unsafe {
+            rustix::mm::mmap_anonymous(
+                memory.start.as_ptr().cast(),
+                memory.len.max(1),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE,
+            )
+        };
+        // SAFETY: `memory` is never dropped nor used again, so its descriptor is moved out once.
+        drop(unsafe { std::ptr::read(&memory.fd) });
     }
 
     /// The descriptor behind it.
@@ -134,6 +159,20 @@ mod tests {
             made.start().as_ptr().add(9_999).write_volatile(7);
             assert_eq!(opened.start().as_ptr().add(9_999).read_volatile(), 7);
             assert_eq!(opened.start().as_ptr().read_volatile(), 0);
+        }
+    }
+
+    #[test]
+    fn retired_memory_can_still_be_read_and_is_no_longer_shared() {
+        let made = SharedMemory::create("test", 4096).unwrap();
+        let opened = SharedMemory::open(&made.path()).unwrap();
+        let dangling = made.start().as_ptr();
+        // SAFETY: retiring keeps the addresses mapped; no other thread touches them.
+        unsafe {
+            dangling.write_volatile(7);
+            made.retire();
+            assert_eq!(dangling.read_volatile(), 0);
+            assert_eq!(opened.start().as_ptr().read_volatile(), 7);
         }
     }
 

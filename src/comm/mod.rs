@@ -4,17 +4,24 @@
 //! Knows nothing of gradients or models.
 
 mod local;
+mod rendezvous;
 mod shm;
 pub mod wait;
 
 pub use local::Local;
-pub use shm::Shm;
+pub use rendezvous::{Board, Rendezvous};
+pub use shm::{Member, Shm};
 
 use crate::Result;
+use std::sync::Arc;
 use std::time::Duration;
 use tch::{Kind, Tensor};
 
 /// Memory that a collective reduces in place.
+///
+/// Its tensor is the rank's own copy. A thread that hands a buffer to another must keep a tensor of its
+/// own made by a view (`narrow`), never a second handle of this one: two handles share libtorch's
+/// metadata, which is not made for two threads.
 #[derive(Debug)]
 pub struct Buffer {
     /// One-dimensional view of this rank's copy.
@@ -25,6 +32,8 @@ pub struct Buffer {
     pub len: usize,
     /// Element type.
     pub kind: Kind,
+    /// The memory behind it, where the collective is [`Shm`].
+    region: Option<Arc<shm::Region>>,
 }
 
 /// What ranks do together. Every rank makes the same calls in the same order, from one thread a rank
@@ -53,9 +62,31 @@ pub trait Collective: Send {
     /// Returns when all ranks have called it.
     fn barrier(&mut self) -> Result<()>;
 
+    /// A way to stop the group that other threads can hold while a collective waits.
+    fn abort_handle(&self) -> Abort;
+
     /// Tells all ranks to stop waiting: `reason` is what they report.
-    fn abort(&self, reason: &str);
+    fn abort(&self, reason: &str) {
+        self.abort_handle().raise(reason);
+    }
 
     /// The longest any wait may take.
     fn deadline(&self) -> Duration;
+}
+
+/// Stops a group from any thread: see [`Collective::abort`]. The first reason stays.
+#[derive(Clone)]
+pub struct Abort(Arc<dyn Fn(&str) + Send + Sync>);
+
+impl Abort {
+    /// Tells all ranks to stop waiting: `reason` is what they report.
+    pub fn raise(&self, reason: &str) {
+        (self.0)(reason);
+    }
+}
+
+impl std::fmt::Debug for Abort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Abort")
+    }
 }
