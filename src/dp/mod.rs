@@ -1,5 +1,340 @@
-//! DataParallel.
+//! DataParallel: one process, all cards, as `torch.nn.DataParallel` does it.
+//!
+//! A step has PyTorch's phases, one file each: [scatter], [replicate], [apply], [gather], [reduce]. Written as
+//! well as DDP is: replica threads persist and are pinned, weights travel in one flat copy that each replica
+//! fetches for itself, gradients are summed without a copy in between. What remains is DataParallel's
+//! structure: every card waits for card 0, which gathers, computes the loss, sums and updates alone.
+//!
+//! On CPU, libtorch runs backward on the thread that calls it, so one `loss.backward()` over the gathered
+//! output would run the replicas' parts one after another. Here the gathered output is a leaf: the loss gives
+//! its gradient, slices of that go back to the replicas, and each runs its own backward on its own thread,
+//! as the autograd engine does with CUDA devices.
 
-/// One process, all cards.
-#[derive(Debug)]
-pub struct DataParallel {}
+mod apply;
+mod engine;
+mod gather;
+mod reduce;
+mod replicate;
+mod scatter;
+
+pub use engine::DpEngine;
+pub use gather::Gathered;
+
+use crate::card::{Meter, VirtualCard};
+use crate::comm::wait::Waiter;
+use crate::config::InjectPlan;
+use crate::engine::timed;
+use crate::error::{Error, Result};
+use crate::metrics::phase::{Phase, Recorder, Span};
+use crate::model::{Model, State};
+use crate::torch::grad;
+use crate::torch::optim::Optimizer;
+use apply::{Factory, Mode, Replica};
+use gather::Layout;
+use replicate::Flat;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::time::Duration;
+use tch::Tensor;
+
+/// How [`DataParallel`] runs.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Axis along which batches are cut and outputs put together. Only 0 is supported.
+    pub dim: i64,
+    /// Intra-op threads of each further card; the calling thread keeps its own setting.
+    pub threads_per_card: usize,
+    /// Longest wait for any card.
+    pub deadline: Duration,
+    /// Counters that waiting is charged to, one for each card number in use.
+    pub meter: Option<Arc<Meter>>,
+    /// A deliberate slowdown, for testing gates.
+    pub inject: Option<InjectPlan>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { dim: 0, threads_per_card: 1, deadline: Duration::from_secs(60), meter: None, inject: None }
+    }
+}
+
+/// One model on several cards: a batch goes in, the outputs of all cards come out as one tensor.
+///
+/// The first card of the list is "card 0": its work runs on the thread that calls, its model is the one that
+/// is trained, saved and looked at. Batches are cut as `tensor.chunk` cuts them; cards that get no rows are
+/// not called. One card, or one row, takes the plain path: no copies, no threads.
+///
+/// What is defined beyond PyTorch, or differs:
+/// - A model returns one tensor. Scalars are stacked ([`Gathered::weighted_mean`]).
+/// - Replicas live as long as this value, so what a model counts in fields of its own counts on, on each card
+///   for the forwards of that card. State that training needs belongs into buffers: those are copied from
+///   card 0 before every forward, and what card 0's forward writes to its own is kept, the rest dropped.
+/// - A weight without gradient on all cards keeps none; see [`Self::without_gradient`].
+/// - Models that draw random numbers share libtorch's one CPU generator: their draws depend on timing.
+/// - After a failed step the gradients are undefined (as after `zero_grad`), and the next step may be tried,
+///   except after a missed deadline: then this value is of no further use.
+pub struct DataParallel {
+    cards: Vec<usize>,
+    options: Options,
+    model: Box<dyn Model>,
+    parameters: Vec<Tensor>,
+    flat: Option<Flat>,
+    snapshot: Vec<Tensor>,
+    replicas: Vec<Replica>,
+    abort: Arc<AtomicU32>,
+    pending: Option<Pending>,
+    spans: Vec<Span>,
+}
+
+/// A forward whose backward has not happened yet.
+enum Pending {
+    /// One card worked: the output is the model's own.
+    Plain,
+    /// Several did: their outputs were copied into `leaf`; `own` is card 0's.
+    Gathered { leaf: Tensor, own: Tensor, layout: Layout },
+}
+
+/// What backward starts from.
+enum Seed {
+    Plain(Tensor),
+    Slices { own: Tensor, slices: Vec<Tensor> },
+}
+
+impl DataParallel {
+    /// A model on these cards; the first one is card 0. `factory` is called once a card, with its number, on
+    /// the thread that will work for it. All must build the same model; the values are card 0's.
+    pub fn new(
+        cards: &[VirtualCard],
+        options: Options,
+        factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        check(cards, &options)?;
+        let factory: Factory = Arc::new(factory);
+        let model = factory(cards[0].index).map_err(|error| error.context(format_args!("card {}", cards[0].index)))?;
+        let parameters = model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
+        let flat = if cards.len() > 1 { Some(Flat::adopt(model.state())?) } else { None };
+        let snapshot = flat.as_ref().map_or(Ok(Vec::new()), Flat::snapshot)?;
+        let abort = Arc::new(AtomicU32::new(0));
+        let mut replicas = Vec::new();
+        if let Some(flat) = &flat {
+            for card in &cards[1..] {
+                replicas.push(Replica::start(card, &options, &abort, flat.source(&snapshot)?, &factory)?);
+            }
+        }
+        let cards = cards.iter().map(|card| card.index).collect();
+        let mut this = Self {
+            cards,
+            options,
+            model,
+            parameters,
+            flat,
+            snapshot,
+            replicas,
+            abort,
+            pending: None,
+            spans: Vec::new(),
+        };
+        let first = replicate::specs(this.model.state());
+        this.collect(|replica, waiter, _| {
+            let specs = replica.built(waiter)?;
+            replicate::check_same(&first, &specs).map_err(|error| error.context(format_args!("card {}", replica.card())))
+        })?;
+        Ok(this)
+    }
+
+    /// The cards' numbers, card 0 first.
+    pub fn cards(&self) -> &[usize] {
+        &self.cards
+    }
+
+    /// Card 0's parameters and buffers: what an optimiser updates and a file holds.
+    pub fn state(&self) -> &State {
+        self.model.state()
+    }
+
+    /// Handles of card 0's trainable parameters, for any optimiser.
+    pub fn parameters(&self) -> Vec<Tensor> {
+        self.parameters.iter().map(Tensor::shallow_clone).collect()
+    }
+
+    /// Names of trainable parameters that have no gradient now.
+    pub fn without_gradient(&self) -> Vec<&str> {
+        let entries = self.model.state().parameters();
+        entries.filter(|entry| grad::grad(&entry.tensor).is_none()).map(|entry| entry.name.as_str()).collect()
+    }
+
+    /// Forward on all cards, in training. Computing a loss from the output and calling [`Self::backward`]
+    /// with it completes the gradients; a second forward before that forgets the first.
+    pub fn forward(&mut self, input: &Tensor) -> Result<Gathered> {
+        self.spans.clear();
+        self.run_forward(input, Mode::Train, &mut Recorder::new(self.cards[0]))
+    }
+
+    /// Forward on all cards, without gradients and in evaluation mode.
+    pub fn evaluate(&mut self, input: &Tensor) -> Result<Gathered> {
+        self.spans.clear();
+        self.run_forward(input, Mode::Evaluate, &mut Recorder::new(self.cards[0]))
+    }
+
+    /// Adds the gradients of `loss` (a scalar computed from the last forward's output) to those of card 0's
+    /// parameters.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        let seed = self.seed(loss)?;
+        self.run_backward(seed, &mut Recorder::new(self.cards[0]))
+    }
+
+    /// A whole training step: forward, `loss(output, target)`, backward, update. Gives the loss.
+    pub fn step(
+        &mut self,
+        input: &Tensor,
+        target: &Tensor,
+        loss: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
+        optimizer: &mut Optimizer,
+    ) -> Result<f64> {
+        optimizer.zero_grad()?;
+        let gathered = self.forward(input)?;
+        let loss = loss(&gathered.output, target)?;
+        self.backward(&loss)?;
+        optimizer.step()?;
+        Ok(loss.f_double_value(&[])?)
+    }
+
+    fn run_forward(&mut self, input: &Tensor, mode: Mode, recorder: &mut Recorder) -> Result<Gathered> {
+        self.pending = None;
+        let mut chunks = recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len()))?.into_iter();
+        let rows = chunks.as_slice().iter().map(|chunk| chunk.size()[0] as usize).collect::<Vec<_>>();
+        let helpers = rows.len() - 1;
+        if let Some(flat) = self.flat.as_ref().filter(|_| helpers > 0) {
+            recorder.time(Phase::Replicate, || flat.update(&mut self.snapshot))?;
+        }
+        let first = chunks.next();
+        for (replica, chunk) in self.replicas.iter_mut().zip(chunks) {
+            replica.forward(recorder.step(), chunk, mode)?;
+        }
+        let own = timed(recorder, self.options.inject.as_ref(), Phase::Forward, || {
+            apply::guarded(|| apply::forward(&*self.model, first.as_ref().unwrap_or(input), mode))
+        });
+        let own = self.on_first_card(own);
+        let outputs = recorder.time(Phase::Wait, || self.collect_from(helpers, |replica, waiter, spans| replica.output(waiter, spans)));
+        // Own error first: card 0 comes first in card order. The others have been waited for by now.
+        let (own, others) = (own?, outputs?);
+        if others.is_empty() {
+            self.pending = (mode == Mode::Train).then_some(Pending::Plain);
+            return Ok(Gathered { output: own, rows });
+        }
+        let (output, layout) = recorder.time(Phase::Gather, || -> Result<_> {
+            let mut outputs = vec![own.f_detach()?];
+            outputs.extend(others);
+            gather::gather(&outputs, &self.cards)
+        })?;
+        if mode == Mode::Train {
+            let leaf = if output.is_floating_point() { output.f_set_requires_grad(true)? } else { output.shallow_clone() };
+            self.pending = Some(Pending::Gathered { leaf, own, layout });
+        }
+        Ok(Gathered { output, rows })
+    }
+
+    /// From the loss to the gradient of the gathered output, on card 0 alone.
+    fn seed(&mut self, loss: &Tensor) -> Result<Seed> {
+        match self.pending.take() {
+            None => Err(Error::usage("backward without a forward in training before it")),
+            Some(Pending::Plain) => Ok(Seed::Plain(loss.shallow_clone())),
+            Some(Pending::Gathered { leaf, own, layout }) => {
+                grad::backward(&[loss], &[None])?;
+                let gradient = grad::grad(&leaf).ok_or_else(|| {
+                    Error::usage("the loss does not depend on the output of the last forward")
+                        .hint("call backward with a loss computed from that output before the next forward")
+                })?;
+                Ok(Seed::Slices { own, slices: gather::slices(&gradient, &layout)? })
+            }
+        }
+    }
+
+    /// From there to the gradients of all parameters, on all cards, and their sum on card 0.
+    fn run_backward(&mut self, seed: Seed, recorder: &mut Recorder) -> Result<()> {
+        let result = self.try_backward(seed, recorder);
+        if result.is_err() {
+            // No gradient rather than half of one.
+            reduce::clear(&self.parameters)?;
+        }
+        result
+    }
+
+    fn try_backward(&mut self, seed: Seed, recorder: &mut Recorder) -> Result<()> {
+        let inject = self.options.inject;
+        let (own, slices) = match seed {
+            Seed::Plain(loss) => {
+                return timed(recorder, inject.as_ref(), Phase::Backward, || {
+                    let nothing_to_train = self.parameters.is_empty() && !loss.requires_grad();
+                    if nothing_to_train { Ok(()) } else { grad::backward(&[&loss], &[None]) }
+                });
+            }
+            Seed::Slices { own, slices } => (own, slices),
+        };
+        let mut slices = slices.into_iter();
+        let first = slices.next();
+        let helpers = slices.len();
+        for (replica, slice) in self.replicas.iter_mut().zip(slices) {
+            replica.backward(slice)?;
+        }
+        let own = timed(recorder, inject.as_ref(), Phase::Backward, || match &first {
+            Some(slice) => apply::guarded(|| apply::backward(&own, slice)),
+            None => Ok(()),
+        });
+        let own = self.on_first_card(own);
+        let parameters: Vec<Tensor> = self.parameters();
+        let others = self.collect_from(helpers, |replica, waiter, spans| {
+            let gradients = recorder.time(Phase::Wait, || replica.gradients(waiter, spans))?;
+            recorder.time(Phase::Reduce, || reduce::add(&parameters, &gradients))
+        });
+        own?;
+        others.map(drop)
+    }
+
+    fn on_first_card<T>(&self, result: Result<T>) -> Result<T> {
+        result.map_err(|error| error.context(format_args!("card {}", self.cards[0])))
+    }
+
+    fn collect<T>(&mut self, ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>) -> Result<Vec<T>> {
+        self.collect_from(self.replicas.len(), ask)
+    }
+
+    /// Asks the first `count` replicas in card order. All are heard before the first error is reported, so that
+    /// none is left working on a step that is over; a missed deadline ends it for all.
+    fn collect_from<T>(
+        &mut self,
+        count: usize,
+        mut ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let meter = self.options.meter.as_deref().map(|meter| meter.card(self.cards[0]));
+        let waiter = Waiter { meter, abort: Some(&self.abort), deadline: self.options.deadline };
+        let spans = &mut self.spans;
+        let answers: Vec<Result<T>> =
+            self.replicas.iter_mut().take(count).map(|replica| ask(replica, &waiter, spans)).collect();
+        answers.into_iter().collect()
+    }
+}
+
+/// Refuses what cannot be set up, by name.
+fn check(cards: &[VirtualCard], options: &Options) -> Result<()> {
+    if cards.is_empty() {
+        return Err(Error::usage("DataParallel needs at least one card").hint("give the cards to run on"));
+    }
+    if options.dim != 0 {
+        return Err(Error::usage(format!("DataParallel along axis {}: only axis 0 is supported", options.dim))
+            .hint("move the axis that counts samples to the front, as with input.transpose(0, 1)"));
+    }
+    let twice = cards.iter().enumerate().find(|(position, card)| cards[..*position].iter().any(|other| other.index == card.index));
+    if let Some((_, card)) = twice {
+        return Err(Error::usage(format!("card {} is listed twice", card.index)));
+    }
+    if let Some(meter) = &options.meter
+        && let Some(card) = cards.iter().find(|card| card.index >= meter.len())
+    {
+        return Err(Error::usage(format!("card {} has no counters: the meter holds {} cards", card.index, meter.len())));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

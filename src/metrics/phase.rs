@@ -140,6 +140,11 @@ impl Recorder {
         self.card
     }
 
+    /// The step that spans belong to now.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
     /// Spans from now on belong to this step.
     pub fn set_step(&mut self, step: u64) {
         self.step = step;

@@ -1,0 +1,63 @@
+//! DataParallel as an engine of the run loop: the phases of a step, timed on every card.
+
+use super::apply::Mode;
+use super::{DataParallel, Options};
+use crate::card::VirtualCard;
+use crate::config::OptimizerPlan;
+use crate::data::Batch;
+use crate::engine::{Engine, StepOutcome, timed};
+use crate::error::Result;
+use crate::metrics::phase::{Phase, Recorder};
+use crate::model::{self, Model, State};
+use crate::torch::optim::Optimizer;
+
+/// Trains one model on all cards from the calling thread, which works for the first of them.
+pub struct DpEngine {
+    parallel: DataParallel,
+    optimizer: Optimizer,
+}
+
+impl DpEngine {
+    /// As [`DataParallel::new`], with an optimiser over card 0's parameters.
+    pub fn new(
+        cards: &[VirtualCard],
+        options: Options,
+        optimizer: OptimizerPlan,
+        factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let parallel = DataParallel::new(cards, options, factory)?;
+        let optimizer = Optimizer::new(optimizer, parallel.parameters());
+        Ok(Self { parallel, optimizer })
+    }
+}
+
+impl Engine for DpEngine {
+    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
+        let gathered = self.parallel.run_forward(&batch.input, Mode::Train, recorder)?;
+        let (loss, seed) = recorder.time(Phase::Loss, || -> Result<_> {
+            let loss = model::loss(&gathered.output, &batch.target)?;
+            Ok((loss.f_double_value(&[])?, self.parallel.seed(&loss)?))
+        })?;
+        self.parallel.run_backward(seed, recorder)?;
+        let inject = self.parallel.options.inject;
+        timed(recorder, inject.as_ref(), Phase::Update, || {
+            self.optimizer.step()?;
+            self.optimizer.zero_grad()
+        })?;
+        Ok(StepOutcome { loss, samples: batch.samples, spans: std::mem::take(&mut self.parallel.spans) })
+    }
+
+    fn state(&self) -> &State {
+        self.parallel.state()
+    }
+
+    fn evaluate(&mut self, batch: Batch) -> Result<(u64, u64)> {
+        let gathered = self.parallel.evaluate(&batch.input)?;
+        self.parallel.spans.clear();
+        model::correct(&gathered.output, &batch.target)
+    }
+
+    fn cards(&self) -> Vec<usize> {
+        self.parallel.cards().to_vec()
+    }
+}

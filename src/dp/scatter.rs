@@ -1,0 +1,76 @@
+//! Scatter: a batch is cut along axis 0 as `tensor.chunk` cuts it, and every card fetches its own part.
+
+use crate::data::chunk_sizes;
+use crate::error::{Error, Result};
+use tch::Tensor;
+
+/// Views of the rows of each card, in card order. Shorter than `cards` where there is nothing left for the
+/// last ones: 9 rows on 4 cards are 3, 3 and 3.
+pub(super) fn chunks(input: &Tensor, cards: usize) -> Result<Vec<Tensor>> {
+    let rows = input.size().first().copied().unwrap_or(0);
+    if rows == 0 {
+        return Err(Error::usage(format!("cannot scatter an input of shape {:?}: it has no rows", input.size()))
+            .hint("give a batch whose axis 0 counts samples"));
+    }
+    let sizes: Vec<i64> = chunk_sizes(rows as usize, cards).into_iter().map(|size| size as i64).collect();
+    split(input, &sizes)
+}
+
+/// Views of consecutive rows; stops at the first empty part.
+pub(super) fn split(tensor: &Tensor, sizes: &[i64]) -> Result<Vec<Tensor>> {
+    let mut first = 0;
+    let mut parts = Vec::with_capacity(sizes.len());
+    for &size in sizes.iter().take_while(|size| **size > 0) {
+        parts.push(tensor.f_narrow(0, first, size)?);
+        first += size;
+    }
+    Ok(parts)
+}
+
+/// A copy, without history, in the memory of the card that the calling thread works for.
+pub(super) fn fetch(tensor: &Tensor) -> Result<Tensor> {
+    let mut own = tensor.f_empty_like()?;
+    tch::no_grad(|| own.f_copy_(tensor))?;
+    Ok(own)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    fn rows(parts: &[Tensor]) -> Vec<i64> {
+        parts.iter().map(|part| part.size()[0]).collect()
+    }
+
+    // Field case 001: and what libtorch itself does with the same numbers.
+    #[test]
+    fn chunks_are_tensor_chunks() {
+        for (samples, cards, expected) in
+            [(9, 4, vec![3, 3, 3]), (10, 4, vec![3, 3, 3, 1]), (4, 4, vec![1; 4]), (2, 3, vec![1, 1])]
+        {
+            let input = Tensor::arange(samples * 2, (Kind::Float, Device::Cpu)).reshape([samples, 2]);
+            let parts = chunks(&input, cards).unwrap();
+            assert_eq!(rows(&parts), expected);
+            assert_eq!(rows(&input.chunk(cards as i64, 0)), expected);
+            assert_eq!(Tensor::cat(&parts, 0), input);
+        }
+    }
+
+    #[test]
+    fn an_input_without_rows_is_refused() {
+        for shape in [vec![], vec![0, 3]] {
+            let error = chunks(&Tensor::zeros(&shape, (Kind::Float, Device::Cpu)), 2).unwrap_err();
+            assert!(error.to_string().contains("has no rows"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_fetched_part_is_a_copy() {
+        let batch = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
+        let mut own = fetch(&batch.narrow(0, 1, 2)).unwrap();
+        let _ = own.fill_(5.0);
+        assert_eq!(own.size(), [2, 2]);
+        assert_eq!(batch.sum(Kind::Double).double_value(&[]), 8.0);
+    }
+}
