@@ -98,8 +98,11 @@ impl Replica {
             .name(format!("card{}", card.index))
             .spawn(move || worker.run(&factory))
             .map_err(|error| {
-                Error::new(Kind::Unavailable, format!("cannot start the thread of card {}: {error}", card.index))
-                    .hint("lower run.cards, or raise the limit on threads")
+                Error::new(
+                    Kind::Unavailable,
+                    format!("cannot start the thread of card {}: {error}", card.index),
+                )
+                .hint("lower run.cards, or raise the limit on threads")
             })?;
         Ok(Self {
             card: card.index,
@@ -170,8 +173,10 @@ impl Replica {
             Ok(()) => self.answers.try_recv().map_err(|_| self.lost(self.ended()))?,
             Err(Ended::Aborted) => return Err(self.ended()),
             Err(Ended::Deadline) => {
-                let what = format!("card {} did not answer within {} s", self.card, waiter.deadline.as_secs_f64());
-                let error = Error::new(Kind::Timeout, what).hint("raise run.deadline_s if a step may take that long");
+                let what =
+                    format!("card {} did not answer within {} s", self.card, waiter.deadline.as_secs_f64());
+                let error =
+                    Error::new(Kind::Timeout, what).hint("raise run.deadline_s if a step may take that long");
                 return Err(self.lost(error));
             }
         };
@@ -214,7 +219,8 @@ impl Drop for Replica {
         if self.abort.load(Relaxed) != 0 {
             // It missed its deadline and may never return from the model: wait once more, then leave it.
             let start = Nanos::now();
-            while !thread.is_finished() && u128::from(Nanos::now().since(start).0) < self.patience.as_nanos() {
+            while !thread.is_finished() && u128::from(Nanos::now().since(start).0) < self.patience.as_nanos()
+            {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if !thread.is_finished() {
@@ -314,7 +320,8 @@ impl Worker {
         drop(chunk);
         self.recorder.time(Phase::Replicate, || built.flat.copy_from(&self.source))?;
         let inject = self.options.inject.as_ref();
-        let output = timed(&mut self.recorder, inject, Phase::Forward, || forward(&*built.model, &input, mode))?;
+        let output =
+            timed(&mut self.recorder, inject, Phase::Forward, || forward(&*built.model, &input, mode))?;
         let data = output.f_detach()?;
         built.output = (mode == Mode::Train).then_some(output);
         Ok(data)
@@ -360,6 +367,7 @@ pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let text =
+        panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     Error::new(Kind::Worker, format!("panicked: {}", text.unwrap_or("no message")))
 }

@@ -32,11 +32,15 @@ impl Gathered {
                 self.output.size(),
                 self.rows.len()
             ))
-            .hint("this is for models that return their loss; compute the loss of other outputs from `output`"));
+            .hint(
+                "this is for models that return their loss; compute the loss of other outputs from `output`",
+            ));
         }
         let total: usize = self.rows.iter().sum();
         let weights: Vec<f64> = self.rows.iter().map(|rows| *rows as f64 / total as f64).collect();
-        let weights = Tensor::f_from_slice(&weights)?.f_to_kind(self.output.kind())?.f_to_device(self.output.device())?;
+        let weights = Tensor::f_from_slice(&weights)?
+            .f_to_kind(self.output.kind())?
+            .f_to_device(self.output.device())?;
         Ok(self.output.f_dot(&weights)?)
     }
 }
@@ -55,7 +59,8 @@ pub(super) fn gather(outputs: &[Tensor], cards: &[usize]) -> Result<(Tensor, Lay
     let Some(first) = outputs.first() else {
         return Err(Error::usage("there are no outputs to gather"));
     };
-    let trailing = |output: &Tensor| (output.kind(), output.size().split_first().map(|(_, rest)| rest.to_vec()));
+    let trailing =
+        |output: &Tensor| (output.kind(), output.size().split_first().map(|(_, rest)| rest.to_vec()));
     for (output, card) in outputs.iter().zip(cards) {
         if trailing(output) != trailing(first) {
             return Err(Error::usage(format!(

@@ -110,7 +110,8 @@ impl DataParallel {
     ) -> Result<Self> {
         check(cards, &options)?;
         let factory: Factory = Arc::new(factory);
-        let model = factory(cards[0].index).map_err(|error| error.context(format_args!("card {}", cards[0].index)))?;
+        let model = factory(cards[0].index)
+            .map_err(|error| error.context(format_args!("card {}", cards[0].index)))?;
         let parameters = model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
         let flat = if cards.len() > 1 { Some(Flat::adopt(model.state())?) } else { None };
         let snapshot = flat.as_ref().map_or(Ok(Vec::new()), Flat::snapshot)?;
@@ -137,7 +138,8 @@ impl DataParallel {
         let first = replicate::specs(this.model.state());
         this.collect(|replica, waiter, _| {
             let specs = replica.built(waiter)?;
-            replicate::check_same(&first, &specs).map_err(|error| error.context(format_args!("card {}", replica.card())))
+            replicate::check_same(&first, &specs)
+                .map_err(|error| error.context(format_args!("card {}", replica.card())))
         })?;
         Ok(this)
     }
@@ -201,7 +203,8 @@ impl DataParallel {
 
     fn run_forward(&mut self, input: &Tensor, mode: Mode, recorder: &mut Recorder) -> Result<Gathered> {
         self.pending = None;
-        let mut chunks = recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len()))?.into_iter();
+        let mut chunks =
+            recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len()))?.into_iter();
         let rows = chunks.as_slice().iter().map(|chunk| chunk.size()[0] as usize).collect::<Vec<_>>();
         let helpers = rows.len() - 1;
         if let Some(flat) = self.flat.as_ref().filter(|_| helpers > 0) {
@@ -215,7 +218,9 @@ impl DataParallel {
             apply::guarded(|| apply::forward(&*self.model, first.as_ref().unwrap_or(input), mode))
         });
         let own = self.on_first_card(own);
-        let outputs = recorder.time(Phase::Wait, || self.collect_from(helpers, |replica, waiter, spans| replica.output(waiter, spans)));
+        let outputs = recorder.time(Phase::Wait, || {
+            self.collect_from(helpers, |replica, waiter, spans| replica.output(waiter, spans))
+        });
         // Own error first: card 0 comes first in card order. The others have been waited for by now.
         let (own, others) = (own?, outputs?);
         if others.is_empty() {
@@ -228,7 +233,11 @@ impl DataParallel {
             gather::gather(&outputs, &self.cards)
         })?;
         if mode == Mode::Train {
-            let leaf = if output.is_floating_point() { output.f_set_requires_grad(true)? } else { output.shallow_clone() };
+            let leaf = if output.is_floating_point() {
+                output.f_set_requires_grad(true)?
+            } else {
+                output.shallow_clone()
+            };
             self.pending = Some(Pending::Gathered { leaf, own, layout });
         }
         Ok(Gathered { output, rows })
@@ -295,7 +304,10 @@ impl DataParallel {
         result.map_err(|error| error.context(format_args!("card {}", self.cards[0])))
     }
 
-    fn collect<T>(&mut self, ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>) -> Result<Vec<T>> {
+    fn collect<T>(
+        &mut self,
+        ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>,
+    ) -> Result<Vec<T>> {
         self.collect_from(self.replicas.len(), ask)
     }
 
@@ -321,17 +333,27 @@ fn check(cards: &[VirtualCard], options: &Options) -> Result<()> {
         return Err(Error::usage("DataParallel needs at least one card").hint("give the cards to run on"));
     }
     if options.dim != 0 {
-        return Err(Error::usage(format!("DataParallel along axis {}: only axis 0 is supported", options.dim))
-            .hint("move the axis that counts samples to the front, as with input.transpose(0, 1)"));
+        return Err(Error::usage(format!(
+            "DataParallel along axis {}: only axis 0 is supported",
+            options.dim
+        ))
+        .hint("move the axis that counts samples to the front, as with input.transpose(0, 1)"));
     }
-    let twice = cards.iter().enumerate().find(|(position, card)| cards[..*position].iter().any(|other| other.index == card.index));
+    let twice = cards
+        .iter()
+        .enumerate()
+        .find(|(position, card)| cards[..*position].iter().any(|other| other.index == card.index));
     if let Some((_, card)) = twice {
         return Err(Error::usage(format!("card {} is listed twice", card.index)));
     }
     if let Some(meter) = &options.meter
         && let Some(card) = cards.iter().find(|card| card.index >= meter.len())
     {
-        return Err(Error::usage(format!("card {} has no counters: the meter holds {} cards", card.index, meter.len())));
+        return Err(Error::usage(format!(
+            "card {} has no counters: the meter holds {} cards",
+            card.index,
+            meter.len()
+        )));
     }
     Ok(())
 }

@@ -48,7 +48,10 @@ mod tests {
     }
 
     fn gradients(parameters: &[Tensor]) -> Vec<Option<f64>> {
-        parameters.iter().map(|parameter| grad::grad(parameter).map(|gradient| gradient.double_value(&[0]))).collect()
+        parameters
+            .iter()
+            .map(|parameter| grad::grad(parameter).map(|gradient| gradient.double_value(&[0])))
+            .collect()
     }
 
     // Field case 022: a weight that one card did not use still gets the other's gradient.

@@ -59,7 +59,8 @@ pub(super) struct Flat {
 impl Flat {
     /// Moves the model's tensors into flat ones. Values and handles stay as they are.
     pub(super) fn adopt(state: &State) -> Result<Self> {
-        let (buffers, parameters): (Vec<&Entry>, Vec<_>) = state.entries().iter().partition(|entry| entry.buffer);
+        let (buffers, parameters): (Vec<&Entry>, Vec<_>) =
+            state.entries().iter().partition(|entry| entry.buffer);
         tch::no_grad(|| Ok(Self { parameters: flatten(&parameters)?, buffers: flatten(&buffers)? }))
     }
 
@@ -70,7 +71,8 @@ impl Flat {
 
     /// What one replica copies from: handles of its own to card 0's parameters and to the snapshot.
     pub(super) fn source(&self, snapshot: &[Tensor]) -> Result<Self> {
-        let handles = |tensors: &[Tensor]| tensors.iter().map(|tensor| Ok(tensor.f_detach()?)).collect::<Result<_>>();
+        let handles =
+            |tensors: &[Tensor]| tensors.iter().map(|tensor| Ok(tensor.f_detach()?)).collect::<Result<_>>();
         Ok(Self { parameters: handles(&self.parameters)?, buffers: handles(snapshot)? })
     }
 

@@ -9,8 +9,11 @@ use tch::Tensor;
 pub(super) fn chunks(input: &Tensor, cards: usize) -> Result<Vec<Tensor>> {
     let rows = input.size().first().copied().unwrap_or(0);
     if rows == 0 {
-        return Err(Error::usage(format!("cannot scatter an input of shape {:?}: it has no rows", input.size()))
-            .hint("give a batch whose axis 0 counts samples"));
+        return Err(Error::usage(format!(
+            "cannot scatter an input of shape {:?}: it has no rows",
+            input.size()
+        ))
+        .hint("give a batch whose axis 0 counts samples"));
     }
     let sizes: Vec<i64> = chunk_sizes(rows as usize, cards).into_iter().map(|size| size as i64).collect();
     split(input, &sizes)

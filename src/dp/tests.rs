@@ -53,7 +53,9 @@ fn two_layers(_: usize) -> Result<Box<dyn Model>> {
             let _ = state.parameter("0.bias", numbers(&[16], 5.0));
             let _ = state.parameter("2.weight", numbers(&[16, 2], 9.0) * 0.5);
         },
-        |state, input, _| Ok((input.matmul(entry(state, 0)) + entry(state, 1)).relu().matmul(entry(state, 2))),
+        |state, input, _| {
+            Ok((input.matmul(entry(state, 0)) + entry(state, 1)).relu().matmul(entry(state, 2)))
+        },
     )
 }
 
@@ -85,7 +87,10 @@ fn cards(numbers: &[usize]) -> Vec<VirtualCard> {
     numbers.iter().map(|index| VirtualCard { index: *index, cores: Cores(Vec::new()) }).collect()
 }
 
-fn parallel(count: usize, factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static) -> DataParallel {
+fn parallel(
+    count: usize,
+    factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
+) -> DataParallel {
     DataParallel::new(&cards(&(0..count).collect::<Vec<_>>()), Options::default(), factory).unwrap()
 }
 
@@ -202,7 +207,11 @@ fn a_loss_computed_inside_the_model_is_weighted_by_rows() {
         let gathered = parallel.forward(&input).unwrap();
         let loss = gathered.weighted_mean().unwrap();
         parallel.backward(&loss).unwrap();
-        (gathered.output.numel(), vec![loss.double_value(&[])], flat(&grad::grad(&parallel.parameters()[0]).unwrap()))
+        (
+            gathered.output.numel(),
+            vec![loss.double_value(&[])],
+            flat(&grad::grad(&parallel.parameters()[0]).unwrap()),
+        )
     };
     let (one, three) = (result(1), result(3));
     assert_eq!((one.0, three.0), (1, 3));
@@ -293,11 +302,14 @@ fn the_first_listed_card_is_card_0() {
 // Field case 014.
 #[test]
 fn card_lists_that_cannot_be_are_refused() {
-    let error = |list: &[usize]| DataParallel::new(&cards(list), Options::default(), two_layers).err().unwrap();
+    let error =
+        |list: &[usize]| DataParallel::new(&cards(list), Options::default(), two_layers).err().unwrap();
     assert_eq!(error(&[]).to_string(), "DataParallel needs at least one card");
     assert_eq!(error(&[0, 1, 0]).to_string(), "card 0 is listed twice");
     let meter = Some(Arc::new(Meter::create(2).unwrap()));
-    let few = DataParallel::new(&cards(&[0, 2]), Options { meter, ..Options::default() }, two_layers).err().unwrap();
+    let few = DataParallel::new(&cards(&[0, 2]), Options { meter, ..Options::default() }, two_layers)
+        .err()
+        .unwrap();
     assert_eq!(few.to_string(), "card 2 has no counters: the meter holds 2 cards");
 }
 
@@ -353,7 +365,9 @@ fn weights_that_one_card_does_not_use_are_summed_right() {
     parallel.backward(&gathered.output.sum(tch::Kind::Double)).unwrap();
     let gradients: Vec<_> = parallel.parameters().iter().map(|p| grad::grad(p).map(|g| flat(&g))).collect();
     let second = [-1.0, 2.0, 5.0];
-    let times = |other: f64| -> Vec<f64> { flat(&numbers(&[3], other)).iter().zip(second).map(|(a, b)| a * b).collect() };
+    let times = |other: f64| -> Vec<f64> {
+        flat(&numbers(&[3], other)).iter().zip(second).map(|(a, b)| a * b).collect()
+    };
     assert_close(gradients[0].as_ref().unwrap(), &times(2.0), "expert 0");
     assert_close(gradients[1].as_ref().unwrap(), &[1.0, 2.0, 3.0], "expert 1");
     assert_close(gradients[2].as_ref().unwrap(), &times(0.0), "expert 2");
@@ -433,7 +447,9 @@ fn a_loss_of_something_else_is_refused() {
 }
 
 /// Works until `trip` says what to do instead, on card 1 alone.
-fn tripping(trip: &Arc<Mutex<Option<Trip>>>) -> impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + use<> {
+fn tripping(
+    trip: &Arc<Mutex<Option<Trip>>>,
+) -> impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + use<> {
     let trip = Arc::clone(trip);
     move |card| {
         let trip = Arc::clone(&trip);
@@ -492,17 +508,23 @@ fn a_card_that_fails_to_build_is_named() {
 
 #[test]
 fn a_missed_deadline_names_the_card_and_ends_all_work() {
-    let trip = Arc::new(Mutex::new(Some(Trip::Sleep(Duration::from_millis(400)))));
+    let trip = Arc::new(Mutex::new(Some(Trip::Sleep(Duration::from_secs(3)))));
     let options = Options { deadline: Duration::from_millis(50), ..Options::default() };
     let mut parallel = DataParallel::new(&cards(&[0, 1, 2]), options, tripping(&trip)).unwrap();
     let input = numbers(&[6, 3], 0.0);
     let start = Instant::now();
     let error = parallel.forward(&input).unwrap_err();
-    assert_eq!((error.kind(), error.to_string().as_str()), (Kind::Timeout, "card 1 did not answer within 0.05 s"));
+    assert_eq!(
+        (error.kind(), error.to_string().as_str()),
+        (Kind::Timeout, "card 1 did not answer within 0.05 s")
+    );
     assert!(error.advice().unwrap().contains("run.deadline_s"));
     assert_eq!(parallel.forward(&input).unwrap_err().to_string(), "card 1 was stopped by an earlier failure");
     drop(parallel);
-    assert!(start.elapsed() < Duration::from_millis(300), "dropping does not wait for a lost thread for ever");
+    assert!(
+        start.elapsed() < Duration::from_millis(1500),
+        "dropping does not wait for a lost thread for ever"
+    );
 }
 
 #[test]
@@ -519,10 +541,13 @@ fn dropping_joins_the_threads() {
     let held = Arc::clone(&alive);
     let mut parallel = parallel(4, move |card| {
         let held = Arc::clone(&held);
-        toy(|state| drop(state.parameter("w", numbers(&[3], 0.0))), move |state, input, _| {
-            let _ = &held;
-            Ok(input * entry(state, 0) * (card as f64).signum().abs())
-        })
+        toy(
+            |state| drop(state.parameter("w", numbers(&[3], 0.0))),
+            move |state, input, _| {
+                let _ = &held;
+                Ok(input * entry(state, 0) * (card as f64).signum().abs())
+            },
+        )
     });
     parallel.forward(&numbers(&[8, 3], 0.0)).unwrap();
     assert!(Arc::strong_count(&alive) > 4);
@@ -553,7 +578,19 @@ fn phases_of_a_thread_do_not_overlap_and_each_card_tells_its_own() {
         }
         let phases: Vec<_> = own.iter().filter(|span| span.step == 1).map(|span| span.phase.name()).collect();
         let expected: &[&str] = if card == 0 {
-            &["scatter", "replicate", "forward", "wait", "gather", "loss", "backward", "wait", "reduce", "wait", "reduce"]
+            &[
+                "scatter",
+                "replicate",
+                "forward",
+                "wait",
+                "gather",
+                "loss",
+                "backward",
+                "wait",
+                "reduce",
+                "wait",
+                "reduce",
+            ]
         } else {
             &["wait", "scatter", "replicate", "forward", "wait", "scatter", "backward"]
         };
