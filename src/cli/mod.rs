@@ -1,1 +1,4 @@
 //! The command line.
+
+#[allow(dead_code)]
+mod doctor;

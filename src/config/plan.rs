@@ -266,7 +266,7 @@ impl DataSource {
     /// Samples for training.
     pub fn samples(&self) -> usize {
         match self {
-            Self::Digits => 1617,
+            Self::Digits => 1618,
             Self::Mnist10k => 9000,
             Self::Synthetic { samples, .. } | Self::Tokens { samples, .. } => *samples,
         }

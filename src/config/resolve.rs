@@ -615,9 +615,9 @@ mod tests {
 
     #[test]
     fn a_batch_larger_than_the_data_is_refused() {
-        assert!(with("", &["data.name=digits", "batch.per_card=808"]).is_ok());
+        assert!(with("", &["data.name=digits", "batch.per_card=809"]).is_ok());
         assert!(
-            refusal("", &["data.name=digits", "batch.per_card=809"]).contains("1618 (809 a card x 2 cards)")
+            refusal("", &["data.name=digits", "batch.per_card=810"]).contains("1620 (810 a card x 2 cards)")
         );
     }
 

@@ -3,6 +3,7 @@
 //!
 //! Must not know how an engine works, nor how a report looks.
 
+pub mod nvml;
 pub mod phase;
 pub mod proc;
 pub mod record;
