@@ -1,0 +1,105 @@
+//! The result for a terminal: 80 columns, readable without colour.
+
+use super::text::count;
+use super::verdict::verdict;
+use super::view::{Table, tables};
+use crate::metrics::record::Results;
+use comfy_table::{CellAlignment, ContentArrangement};
+
+/// Columns of a terminal that nobody has widened.
+const COLUMNS: usize = 80;
+
+/// The result as text for a terminal of 80 columns; needs no colour. Ends with a newline.
+pub fn console(results: &Results) -> String {
+    let verdict = verdict(results);
+    let mut text = wrap(&verdict.headline, "", "") + "\n";
+    for sentence in &verdict.sentences {
+        text += &wrap(sentence, "- ", "  ");
+    }
+    let engines = tables::engines(results);
+    let speed = engines.columns(&[
+        "Engine",
+        "Cards",
+        "Batch, global",
+        "Batch, per card",
+        "Samples/s",
+        "95 %",
+        "Step, ms",
+    ]);
+    let quality = engines.columns(&[
+        "Engine",
+        "Weak",
+        "Strong",
+        "Imbalance, busy",
+        "Imbalance, memory",
+        "Overlap",
+        "Rounds",
+    ]);
+    for table in [speed, quality, tables::cards(results)] {
+        if !table.rows.is_empty() {
+            text += "\n";
+            text += &draw(&table);
+        }
+    }
+    if !results.warnings.is_empty() {
+        text += &format!("\n{}:\n", count(results.warnings.len(), "warning"));
+    }
+    for warning in &results.warnings {
+        text += &wrap(&warning.message, "- ", "  ");
+        if let Some(hint) = &warning.hint {
+            text += &wrap(&format!("hint: {hint}"), "  ", "  ");
+        }
+    }
+    text
+}
+
+fn draw(table: &Table) -> String {
+    let mut drawn = comfy_table::Table::new();
+    drawn
+        .force_no_tty()
+        .load_style(comfy_table::presets::ASCII_NO_BORDERS)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(COLUMNS as u16)
+        .set_header(&table.header)
+        .add_rows(&table.rows);
+    for column in drawn.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    // The table pads its last column: nothing on a line's end helps a reader or a diff.
+    drawn.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+/// Lines of at most [`COLUMNS`] characters; a word longer than a line stands alone.
+fn wrap(text: &str, first: &str, rest: &str) -> String {
+    let mut lines = String::new();
+    let mut line = first.to_owned();
+    let mut empty = true;
+    for word in text.split_whitespace() {
+        if !empty && line.chars().count() + 1 + word.chars().count() > COLUMNS {
+            lines += line.trim_end();
+            lines += "\n";
+            line = rest.to_owned();
+            empty = true;
+        }
+        if !empty {
+            line += " ";
+        }
+        line += word;
+        empty = false;
+    }
+    lines + &line + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrapping_keeps_to_the_width_and_indents() {
+        let text = "word ".repeat(40);
+        let wrapped = wrap(&text, "- ", "  ");
+        assert!(wrapped.lines().all(|line| line.chars().count() <= COLUMNS));
+        assert!(wrapped.lines().skip(1).all(|line| line.starts_with("  word")));
+        assert_eq!(wrapped.matches("word").count(), 40);
+    }
+}

@@ -1,0 +1,155 @@
+//! Where the time of a step goes: on average by card, and one step as it happened.
+
+use super::over_time::{Windows, is_ok};
+use crate::config::EngineKind;
+use crate::metrics::phase::Phase;
+use crate::metrics::record::{Results, StepRow};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Mean milliseconds of every phase in a measured step, by engine and card.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::report) struct PhaseBars {
+    pub(in crate::report) engines: Vec<EnginePhases>,
+}
+
+/// One engine's cards.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::report) struct EnginePhases {
+    pub(in crate::report) engine: EngineKind,
+    /// Wall time of a step.
+    pub(in crate::report) step_ms: f64,
+    pub(in crate::report) cards: Vec<CardPhases>,
+}
+
+/// One card.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::report) struct CardPhases {
+    pub(in crate::report) card: usize,
+    /// On the card's own thread, in the order of a step; they follow each other.
+    pub(in crate::report) own: Vec<(Phase, f64)>,
+    /// All-reduce on the communication thread, beside the others.
+    pub(in crate::report) beside_ms: Option<f64>,
+}
+
+/// One step of one engine as it happened.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::report) struct Timeline {
+    pub(in crate::report) engine: EngineKind,
+    pub(in crate::report) round: usize,
+    pub(in crate::report) step: u64,
+    pub(in crate::report) length_ms: f64,
+    pub(in crate::report) lanes: Vec<Lane>,
+}
+
+/// One thread's spans.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::report) struct Lane {
+    pub(in crate::report) card: usize,
+    pub(in crate::report) thread: Thread,
+    /// Phase, start and length in milliseconds since the step began.
+    pub(in crate::report) spans: Vec<(Phase, f64, f64)>,
+}
+
+/// Which of a card's threads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::report) enum Thread {
+    /// Computes.
+    Own,
+    /// Reduces buckets while backward goes on.
+    Communication,
+}
+
+/// The thread that runs a phase: only `ddp`'s all-reduce has one of its own.
+pub(in crate::report) fn thread_of(phase: Phase) -> Thread {
+    if phase == Phase::AllReduce { Thread::Communication } else { Thread::Own }
+}
+
+/// A phase by its name in a file; `None` for `step` and for names this build does not know.
+pub(in crate::report) fn phase_named(name: &str) -> Option<Phase> {
+    Phase::ALL.into_iter().find(|phase| phase.name() == name)
+}
+
+/// Means over all measured steps of all ok rounds.
+pub(super) fn phases(results: &Results, steps: &[StepRow]) -> PhaseBars {
+    let engines = super::shown_engines(results).into_iter().filter_map(|engine| {
+        let mut walls: BTreeMap<(usize, u64), (u64, u64)> = BTreeMap::new();
+        let mut sums: BTreeMap<usize, BTreeMap<Phase, u64>> = BTreeMap::new();
+        for row in measured(results, steps, engine) {
+            if row.phase == "step" {
+                let end = row.start_ns.saturating_add(row.duration_ns);
+                let wall = walls.entry((row.round, row.step)).or_insert((row.start_ns, end));
+                *wall = (wall.0.min(row.start_ns), wall.1.max(end));
+            } else if let Some(phase) = phase_named(&row.phase) {
+                let sum = sums.entry(row.card).or_default().entry(phase).or_default();
+                *sum = sum.saturating_add(row.duration_ns);
+            }
+        }
+        let count = walls.len() as f64;
+        let per_step = |sum: u64| sum as f64 / 1e6 / count;
+        let cards = sums.into_iter().map(|(card, phases)| CardPhases {
+            card,
+            own: Phase::ALL
+                .into_iter()
+                .filter(|phase| thread_of(*phase) == Thread::Own)
+                .filter_map(|phase| phases.get(&phase).map(|sum| (phase, per_step(*sum))))
+                .collect(),
+            beside_ms: phases.get(&Phase::AllReduce).map(|sum| per_step(*sum)),
+        });
+        let wall: u64 = walls.values().map(|(start, end)| end - start).sum();
+        let cards: Vec<_> = cards.collect();
+        (count > 0.0 && !cards.is_empty()).then(|| EnginePhases { engine, step_ms: per_step(wall), cards })
+    });
+    PhaseBars { engines: engines.collect() }
+}
+
+/// The step of median length in the last measured round of each engine.
+pub(super) fn timelines(results: &Results, windows: &Windows, steps: &[StepRow]) -> Vec<Timeline> {
+    super::shown_engines(results)
+        .into_iter()
+        .filter_map(|engine| {
+            let (_, round) = *windows.range((engine, 0)..=(engine, usize::MAX)).next_back()?.0;
+            let rows: Vec<&StepRow> =
+                measured(results, steps, engine).filter(|row| row.round == round).collect();
+            timeline(engine, round, &rows)
+        })
+        .collect()
+}
+
+fn timeline(engine: EngineKind, round: usize, rows: &[&StepRow]) -> Option<Timeline> {
+    let mut walls: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+    for row in rows.iter().filter(|row| row.phase == "step") {
+        let end = row.start_ns.saturating_add(row.duration_ns);
+        let wall = walls.entry(row.step).or_insert((row.start_ns, end));
+        *wall = (wall.0.min(row.start_ns), wall.1.max(end));
+    }
+    let mut by_length: Vec<(u64, u64, u64)> = walls.iter().map(|(step, (s, e))| (e - s, *step, *s)).collect();
+    by_length.sort_unstable();
+    let (length, step, zero) = *by_length.get(by_length.len() / 2)?;
+    let mut lanes: BTreeMap<(usize, Thread), Vec<(Phase, f64, f64)>> = BTreeMap::new();
+    for row in rows.iter().filter(|row| row.step == step) {
+        if let Some(phase) = phase_named(&row.phase) {
+            let start = (row.start_ns as f64 - zero as f64) / 1e6;
+            let span = (phase, start, row.duration_ns as f64 / 1e6);
+            lanes.entry((row.card, thread_of(phase))).or_default().push(span);
+        }
+    }
+    let lanes = lanes.into_iter().map(|((card, thread), mut spans)| {
+        spans.sort_by(|a, b| a.1.total_cmp(&b.1));
+        Lane { card, thread, spans }
+    });
+    Some(Timeline { engine, round, step, length_ms: length as f64 / 1e6, lanes: lanes.collect() })
+}
+
+fn measured<'a>(
+    results: &'a Results,
+    steps: &'a [StepRow],
+    engine: EngineKind,
+) -> impl Iterator<Item = &'a StepRow> {
+    let warmup = results.plan.run.warmup as u64;
+    let rounds: BTreeSet<usize> = results
+        .engines
+        .get(engine.name())
+        .map(|record| (0..record.rounds.len()).filter(|round| is_ok(results, engine, *round)).collect())
+        .unwrap_or_default();
+    steps.iter().filter(move |row| row.engine == engine && row.step >= warmup && rounds.contains(&row.round))
+}

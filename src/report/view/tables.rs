@@ -1,0 +1,127 @@
+//! The tables: engines, and cards of engines.
+
+use crate::metrics::record::{EngineRecord, Results, Round, RoundStatus};
+use crate::metrics::stats::median;
+use crate::report::text::{
+    self, MISSING, fixed_or_dash, memory_unit, number, number_or_dash, percent_or_dash,
+};
+use serde::Serialize;
+
+/// Columns with names and units, and cells that are text already.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(in crate::report) struct Table {
+    pub(in crate::report) header: Vec<String>,
+    pub(in crate::report) rows: Vec<Vec<String>>,
+}
+
+/// One line an engine.
+pub(in crate::report) fn engines(results: &Results) -> Table {
+    let header = [
+        "Engine",
+        "Cards",
+        "Batch, global",
+        "Batch, per card",
+        "Samples/s",
+        "95 % interval",
+        "Step, ms",
+        "5 to 95 %, ms",
+        "Weak scaling",
+        "Strong scaling",
+        "Imbalance, busy",
+        "Imbalance, memory",
+        "Comm., ms",
+        "Exposed, ms",
+        "Overlap",
+        "Rounds",
+    ];
+    let rows = text::engines_in_order(results).into_iter().map(|name| {
+        let record = &results.engines[name];
+        let ok = ok_rounds(record);
+        let over = |figure: fn(&Round) -> Option<f64>| {
+            median(&ok.iter().filter_map(|r| figure(r)).collect::<Vec<_>>())
+        };
+        let summary = record.summary.as_ref();
+        vec![
+            text::engine(name),
+            record.cards.to_string(),
+            record.global_batch.to_string(),
+            record.batch_per_card.to_string(),
+            number_or_dash(summary.map(|s| s.samples_per_second.median)),
+            interval(summary.and_then(|s| s.samples_per_second.ci95)),
+            number_or_dash(summary.map(|s| s.step_ms.median)),
+            summary.map_or_else(
+                || MISSING.to_owned(),
+                |s| format!("{} to {}", number(s.step_ms.p5), number(s.step_ms.p95)),
+            ),
+            fixed_or_dash(summary.and_then(|s| s.scaling_efficiency.weak), 2),
+            fixed_or_dash(summary.and_then(|s| s.scaling_efficiency.strong), 2),
+            fixed_or_dash(summary.and_then(|s| s.imbalance.utilisation), 2),
+            fixed_or_dash(summary.and_then(|s| s.imbalance.memory), 2),
+            number_or_dash(over(|r| r.communication_ms)),
+            number_or_dash(over(|r| r.exposed_communication_ms)),
+            percent_or_dash(over(|r| r.overlap).map(|overlap| overlap * 100.0)),
+            format!("{} of {}", ok.len(), record.rounds.len()),
+        ]
+    });
+    Table { header: header.map(str::to_owned).to_vec(), rows: rows.collect() }
+}
+
+/// One line a card of an engine; memory in one unit.
+pub(in crate::report) fn cards(results: &Results) -> Table {
+    let summaries = || {
+        text::engines_in_order(results)
+            .into_iter()
+            .filter_map(|name| results.engines[name].summary.as_ref().map(|summary| (name, summary)))
+    };
+    let largest =
+        summaries().flat_map(|(_, s)| &s.cards).filter_map(|c| c.memory_peak_bytes).max().unwrap_or(0);
+    let (unit, size) = memory_unit(largest as f64);
+    let header = ["Engine", "Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms"].map(str::to_owned);
+    let header = header.into_iter().chain([format!("Peak memory, {unit}"), "Energy, J".to_owned()]);
+    let rows = summaries().flat_map(|(name, summary)| {
+        summary.cards.iter().map(move |card| {
+            vec![
+                text::engine(name),
+                card.index.to_string(),
+                percent_or_dash(card.utilisation_percent_mean),
+                number_or_dash(card.compute_ms),
+                number_or_dash(card.communication_ms),
+                number_or_dash(card.wait_ms),
+                number_or_dash(card.memory_peak_bytes.map(|bytes| bytes as f64 / size)),
+                number_or_dash(card.energy_joules),
+            ]
+        })
+    });
+    let mut table = Table { header: header.collect(), rows: rows.collect() };
+    table.drop_empty("Energy, J");
+    table
+}
+
+impl Table {
+    /// Takes out a column in which nothing is known.
+    fn drop_empty(&mut self, name: &str) {
+        let Some(column) = self.header.iter().position(|header| header == name) else { return };
+        if self.rows.iter().all(|row| row[column] == MISSING) {
+            self.header.remove(column);
+            for row in &mut self.rows {
+                row.remove(column);
+            }
+        }
+    }
+
+    /// These columns only, by name; names that are not there are passed over.
+    pub(in crate::report) fn columns(&self, names: &[&str]) -> Self {
+        let keep: Vec<usize> =
+            names.iter().filter_map(|name| self.header.iter().position(|h| h.starts_with(name))).collect();
+        let pick = |row: &Vec<String>| keep.iter().map(|column| row[*column].clone()).collect();
+        Self { header: pick(&self.header), rows: self.rows.iter().map(pick).collect() }
+    }
+}
+
+fn interval(ci95: Option<[f64; 2]>) -> String {
+    ci95.map_or_else(|| MISSING.to_owned(), |[low, high]| format!("{} to {}", number(low), number(high)))
+}
+
+fn ok_rounds(record: &EngineRecord) -> Vec<&Round> {
+    record.rounds.iter().filter(|round| round.status == RoundStatus::Ok).collect()
+}
