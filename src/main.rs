@@ -1,5 +1,5 @@
 //! The program: everything is in the library.
 
 fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+    dp_vs_ddp::cli::run(std::env::args_os()).into()
 }

@@ -94,8 +94,10 @@ pub struct StepReport {
     pub step: u64,
     /// Mean over this process's samples; `None` when it had none.
     pub loss: Option<f64>,
-    /// Real samples of this process.
+    /// Rows of this process: the weight of `loss`.
     pub samples: u64,
+    /// Of these, rows that only fill up the epoch's last batch: not new samples.
+    pub repeated: u64,
     /// Before the batch was asked for.
     pub start: Nanos,
     /// After the update, device idle.

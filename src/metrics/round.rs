@@ -146,7 +146,8 @@ fn wall_of_step(logs: &[RankLog], step: usize) -> (Nanos, Nanos) {
 
 /// Real samples over the wall time from the start of the first to the end of the last measured step.
 fn samples_per_second(logs: &[RankLog], warmup: usize, walls: &[(Nanos, Nanos)]) -> Option<f64> {
-    let samples: u64 = logs.iter().flat_map(|log| &log.steps[warmup..]).map(|report| report.samples).sum();
+    let real = |report: &StepReport| report.samples.saturating_sub(report.repeated);
+    let samples: u64 = logs.iter().flat_map(|log| &log.steps[warmup..]).map(real).sum();
     let seconds = walls.last()?.1.since(walls.first()?.0).as_seconds();
     (seconds > 0.0).then(|| samples as f64 / seconds)
 }
@@ -282,6 +283,7 @@ mod tests {
             step,
             loss: Some(loss),
             samples,
+            repeated: 0,
             start: Nanos(start_ms * MS),
             end: Nanos(end_ms * MS),
             spans,
@@ -425,6 +427,15 @@ mod tests {
         assert_eq!(summarise(EngineKind::Ddp, &logs, 1).unwrap().losses[1], 2.0);
         logs[0].steps[1].loss = None;
         assert!(summarise(EngineKind::Ddp, &logs, 1).is_err());
+    }
+
+    #[test]
+    fn rows_that_fill_up_a_batch_are_no_throughput() {
+        let mut logs = ddp();
+        logs[0].steps[2].repeated = 28;
+        let round = summarise(EngineKind::Ddp, &logs, 1).unwrap();
+        assert!((round.samples_per_second.unwrap() - 28.0 / 0.055).abs() < 1e-9);
+        assert_eq!(round.losses, [3.0, 3.0, 2.0]);
     }
 
     #[test]

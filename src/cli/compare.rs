@@ -1,0 +1,287 @@
+//! `compare`: the engines in alternation, round by round, and what follows from it.
+
+use super::args::CompareArgs;
+use super::cell::{self, Cell, Outcome, cards_of};
+use super::printer::Printer;
+use super::progress::Progress;
+use super::request::{self, Request};
+use super::run_folder::{RunFolder, checked_name, fresh_name};
+use super::{ExitStatus, environment, interrupt, worker};
+use crate::config::{EngineKind, Uneven};
+use crate::error::{Error, Kind, Result};
+use crate::launch::{Message, Mode};
+use crate::metrics::record::{Comparison, EngineRecord, Results, RoundStatus, SCHEMA, Status, Warning};
+use crate::metrics::sampler::Account;
+use crate::metrics::stats;
+use crate::metrics::{record::Round, round};
+use crate::report;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+/// Share of a core above which the sampler itself disturbs what it measures.
+const MOST_SAMPLER_PERCENT: f64 = 1.0;
+
+/// Runs the verb.
+pub(crate) fn run(args: &CompareArgs, argv: Vec<String>, printer: &Printer) -> Result<ExitStatus> {
+    worker::require()?;
+    let request = decide(args)?;
+    let init = args.init.as_deref().map(|path| request::readable("--init", path)).transpose()?;
+    let name = args.run_id.as_deref().map_or_else(|| Ok(fresh_name()), checked_name)?;
+    let results = empty_results(&request, argv)?;
+    let stop = interrupt::on_stop_signals()?;
+    let folder = RunFolder::create(&args.out, &name, &request.plan, &results)?;
+    if args.save_weights {
+        folder.make_weights_folder()?;
+    }
+    for warning in &request.warnings {
+        printer.warning(warning);
+    }
+    let run = Run {
+        folder,
+        init,
+        save_weights: args.save_weights,
+        grace: Duration::from_secs_f64(args.run.grace),
+        progress: Progress::new(total_steps(&request)),
+        request,
+        stop: &stop,
+        printer,
+        results,
+        sampled: Account::default(),
+    };
+    run.go(args.run.json)
+}
+
+fn decide(args: &CompareArgs) -> Result<Request> {
+    let mut overrides = request::overrides(&args.run)?;
+    overrides
+        .flag("--engines", "run.engines", args.engines.as_ref())
+        .flag("--rounds", "run.rounds", args.rounds.as_ref())
+        .flag("--warmup", "run.warmup", args.warmup.as_ref())
+        .flag("--steps", "run.steps", args.steps.as_ref());
+    let mut request = request::decide(args.run.config.as_deref(), &overrides, Uneven::Refuse)?;
+    let run = &mut request.plan.run;
+    run.engines = request::with_scaling_baseline(&run.engines, run.cards);
+    Ok(request)
+}
+
+fn total_steps(request: &Request) -> u64 {
+    let run = &request.plan.run;
+    (run.rounds * run.engines.len() * steps_per_round(request)) as u64
+}
+
+fn steps_per_round(request: &Request) -> usize {
+    request.plan.run.warmup + request.plan.run.steps
+}
+
+fn empty_results(request: &Request, argv: Vec<String>) -> Result<Results> {
+    let batch = request.plan.batch;
+    let engine = |&engine: &EngineKind| {
+        let cards = cards_of(engine, &request.cards).len();
+        let global_batch = match engine {
+            EngineKind::SinglePerCard => batch.per_card,
+            EngineKind::Single | EngineKind::Dp | EngineKind::Ddp => batch.global,
+        };
+        let record = EngineRecord {
+            cards,
+            global_batch,
+            batch_per_card: global_batch / cards.max(1),
+            rounds: Vec::new(),
+            summary: None,
+        };
+        (engine.name().to_owned(), record)
+    };
+    Ok(Results {
+        schema: SCHEMA.to_owned(),
+        argv,
+        started_at: now(),
+        finished_at: None,
+        // What a run is as long as nobody has ended it properly.
+        status: Status::Interrupted,
+        environment: environment::describe(&request.cards)?,
+        plan: request.plan.clone(),
+        engines: request.plan.run.engines.iter().map(engine).collect::<BTreeMap<_, _>>(),
+        comparison: Comparison::default(),
+        sampling: None,
+        warnings: request.warnings.clone(),
+    })
+}
+
+/// RFC 3339, UTC, to the millisecond.
+fn now() -> String {
+    let now = jiff::Timestamp::now();
+    now.round(jiff::Unit::Millisecond).unwrap_or(now).to_string()
+}
+
+struct Run<'a> {
+    request: Request,
+    folder: RunFolder,
+    init: Option<PathBuf>,
+    save_weights: bool,
+    grace: Duration,
+    stop: &'a AtomicUsize,
+    printer: &'a Printer,
+    progress: Progress,
+    results: Results,
+    sampled: Account,
+}
+
+impl Run<'_> {
+    fn go(mut self, json: bool) -> Result<ExitStatus> {
+        let ended = self.measure();
+        self.results.status = match &ended {
+            Ok(()) => Status::Complete,
+            Err(error) if error.kind() == Kind::Interrupted => Status::Interrupted,
+            Err(_) => Status::Failed,
+        };
+        if let Err(error) = &ended
+            && error.kind() != Kind::Interrupted
+        {
+            self.warn("run_failed", error.to_string(), error.advice().map(str::to_owned));
+        }
+        self.results.finished_at = Some(now());
+        self.warn_of_sampler();
+        let concluded = self.conclude(json);
+        // What ended the run is what the user has to know; what failed after it is likely its consequence.
+        ended.and(concluded)
+    }
+
+    fn measure(&mut self) -> Result<()> {
+        let run = self.request.plan.run.clone();
+        let mut cells = 0;
+        for round in 0..run.rounds {
+            for &engine in &run.engines {
+                self.progress.doing(format!("round {}/{} {engine}", round + 1, run.rounds));
+                self.measure_cell(engine, round)?;
+                cells += 1;
+                self.progress.at((cells * steps_per_round(&self.request)) as u64);
+            }
+        }
+        self.require_all_engines()
+    }
+
+    fn measure_cell(&mut self, engine: EngineKind, round: usize) -> Result<()> {
+        let run = &self.request.plan.run;
+        let first = round == 0 && run.engines.first() == Some(&engine);
+        let last = round + 1 == run.rounds;
+        let cell = Cell {
+            engine,
+            round,
+            mode: Mode::Compare,
+            init: self.init.clone(),
+            save_initial: (self.save_weights && first).then(|| self.folder.weights("init")),
+            save_final: (self.save_weights && last).then(|| self.folder.weights(engine.name())),
+        };
+        let progress = &self.progress;
+        let mut observe = |rank: usize, message: &Message| {
+            if rank == 0 && matches!(message, Message::Step(_)) {
+                progress.step();
+            }
+            Ok(())
+        };
+        let folder = &self.folder;
+        let write_samples = |rows| folder.append_samples(rows);
+        let outcome = cell::run(&cell, &self.request, self.grace, self.stop, write_samples, &mut observe);
+        self.sampled = self.sampled.plus(outcome.sampled);
+        let record = self.judge(engine, round, outcome)?;
+        let name = engine.name();
+        if let Some(record_of_engine) = self.results.engines.get_mut(name) {
+            record_of_engine.rounds.push(record);
+        }
+        let period = Duration::from_millis(self.request.plan.sample.period_ms);
+        self.results.sampling = Some(self.sampled.record(period));
+        stats::conclude(&mut self.results)?;
+        self.folder.write_results(&self.results)
+    }
+
+    /// The record of a cell: measured, or failed in a way that leaves the others worth measuring. Any
+    /// other failure ends the run.
+    fn judge(&mut self, engine: EngineKind, round: usize, outcome: Outcome) -> Result<Round> {
+        match outcome.result {
+            Ok(()) => {
+                for (rank, log) in outcome.logs.iter().enumerate() {
+                    self.folder.append_steps(&round::step_rows(engine, round, rank, log))?;
+                }
+                round::summarise(engine, &outcome.logs, self.request.plan.run.warmup)
+            }
+            Err(error) if matches!(error.kind(), Kind::OutOfMemory | Kind::Torch) => {
+                let message = format!("{engine}, round {round}: {error}");
+                self.warn("cell_failed", message, error.advice().map(str::to_owned));
+                Ok(round::failed(&error))
+            }
+            Err(error) if error.kind() == Kind::Interrupted => Err(error),
+            Err(error) => Err(error.context(format_args!("{engine}, round {round}"))),
+        }
+    }
+
+    /// An engine that was asked for and has not one round to show is no comparison.
+    fn require_all_engines(&self) -> Result<()> {
+        let failed = self.results.engines.iter().find_map(|(name, record)| {
+            let error = record.rounds.iter().find_map(|round| round.error.clone());
+            record.rounds.iter().all(|round| round.status == RoundStatus::Failed).then_some((name, error))
+        });
+        match failed {
+            None => Ok(()),
+            Some((name, error)) => Err(Error::new(
+                Kind::Worker,
+                format!("{name} could not be measured in any round: {}", error.unwrap_or_default()),
+            )
+            .hint("leave it out with --engines, or make the batch or the model smaller")),
+        }
+    }
+
+    fn warn(&mut self, code: &str, message: String, hint: Option<String>) {
+        let warning = Warning { code: code.to_owned(), message, hint };
+        // What ends the run is printed as its error.
+        if code != "run_failed" {
+            self.progress.aside(|| self.printer.warning(&warning));
+        }
+        self.results.warnings.push(warning);
+    }
+
+    fn warn_of_sampler(&mut self) {
+        let Some(sampling) = self.results.sampling else { return };
+        let longer = Some(format!("raise sample.period_ms (now {})", sampling.period_ms));
+        if let Some(percent) = sampling.cpu_percent.filter(|percent| *percent >= MOST_SAMPLER_PERCENT) {
+            let message = format!("the sampler took {percent:.1} % of a core from what it measures");
+            self.warn("sampler_cost", message, longer.clone());
+        }
+        let due = sampling.ticks + sampling.missed;
+        if sampling.missed * 10 > due {
+            let message = format!("{} of {due} readings of the cards came too late", sampling.missed);
+            self.warn("sampler_missed", message, longer);
+        }
+    }
+
+    /// Statistics, files and tables of whatever was measured.
+    fn conclude(mut self, json: bool) -> Result<ExitStatus> {
+        stats::conclude(&mut self.results)?;
+        self.folder.write_results(&self.results)?;
+        drop(self.progress);
+        let measured = self.results.engines.values().any(|engine| !engine.rounds.is_empty());
+        if json {
+            let text = serde_json::to_string_pretty(&self.results)
+                .map_err(|source| Error::new(Kind::Io, format!("cannot write the results as JSON: {source}")))?;
+            self.printer.data(&text);
+        } else if measured {
+            self.printer.data(&report::console(&self.results));
+        }
+        if let Err(error) = self.folder.link_latest() {
+            self.printer.warning(&Warning {
+                code: "no_latest".to_owned(),
+                message: error.to_string(),
+                hint: error.advice().map(str::to_owned),
+            });
+        }
+        let page = match measured {
+            true => report::write(self.folder.path())?.page,
+            false => self.folder.path().to_owned(),
+        };
+        self.printer.status(&format!("wrote {}", page.display()));
+        Ok(match self.results.comparison.losses.agree {
+            Some(false) => ExitStatus::Failure,
+            Some(true) | None => ExitStatus::Success,
+        })
+    }
+}

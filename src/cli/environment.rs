@@ -1,0 +1,83 @@
+//! The machine and its software, as a record of them. Files the kernel offers, read once at the start.
+
+use super::worker;
+use crate::card::available_cores;
+use crate::error::Result;
+use crate::metrics::record::{CardInfo, Environment, Software};
+use sha2::{Digest, Sha256};
+
+/// What a run is about to run on.
+pub(crate) fn describe(cards: &[CardInfo]) -> Result<Environment> {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| cpu_model(&text));
+    let cores = available_cores()?.0.len();
+    Ok(Environment {
+        fingerprint: fingerprint(cards, cpu.as_deref(), cores),
+        cards: cards.to_vec(),
+        software: Software {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            libtorch: worker::libtorch_version(),
+            ..Software::default()
+        },
+        cpu,
+        cores,
+        os: std::fs::read_to_string("/etc/os-release").ok().and_then(|text| os_name(&text)),
+        visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
+    })
+}
+
+/// Hash of what a measurement depends on and no update changes: kinds and sizes of the cards, the CPU
+/// model and the number of cores. Which cores a card got is chance, and is left out.
+fn fingerprint(cards: &[CardInfo], cpu: Option<&str>, cores: usize) -> String {
+    let mut hash = Sha256::new();
+    for card in cards {
+        hash.update(format!("card {:?} {} {:?}\n", card.kind, card.name, card.memory_bytes));
+    }
+    hash.update(format!("cpu {}\ncores {cores}\n", cpu.unwrap_or_default()));
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// `model name` of /proc/cpuinfo; ARM kernels do not tell it.
+fn cpu_model(cpuinfo: &str) -> Option<String> {
+    let line = cpuinfo.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// `PRETTY_NAME` of /etc/os-release.
+fn os_name(release: &str) -> Option<String> {
+    let value = release.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="))?;
+    Some(value.trim_matches('"').to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::record::CardKind;
+
+    fn card(cores: &str) -> CardInfo {
+        CardInfo {
+            index: 0,
+            kind: CardKind::Virtual,
+            name: "virtual card (1 core)".into(),
+            uuid: format!("cores:{cores}"),
+            memory_bytes: None,
+            cores: None,
+        }
+    }
+
+    #[test]
+    fn the_fingerprint_knows_hardware_and_nothing_else() {
+        let one = fingerprint(&[card("0")], Some("EPYC"), 2);
+        assert_eq!(one.len(), 64);
+        assert_eq!(one, fingerprint(&[card("1")], Some("EPYC"), 2));
+        assert_ne!(one, fingerprint(&[card("0"), card("1")], Some("EPYC"), 2));
+        assert_ne!(one, fingerprint(&[card("0")], Some("Xeon"), 2));
+        assert_ne!(one, fingerprint(&[card("0")], Some("EPYC"), 4));
+    }
+
+    #[test]
+    fn names_are_read_from_the_kernels_files() {
+        assert_eq!(cpu_model("processor\t: 0\nmodel name\t: AMD EPYC\n"), Some("AMD EPYC".into()));
+        assert_eq!(cpu_model("processor\t: 0\n"), None);
+        assert_eq!(os_name("NAME=x\nPRETTY_NAME=\"Debian GNU/Linux 12\"\n"), Some("Debian GNU/Linux 12".into()));
+    }
+}

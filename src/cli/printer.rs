@@ -1,0 +1,63 @@
+//! The one place that prints. Data goes to standard output, everything else to standard error; colour
+//! only to a terminal, and no meaning by colour alone.
+
+use super::ExitStatus;
+use crate::Error;
+use crate::metrics::record::Warning;
+use std::io::{IsTerminal, Write};
+
+/// Prints for people and programs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Printer {
+    colour: bool,
+}
+
+impl Printer {
+    pub(crate) fn new() -> Self {
+        let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+        Self { colour: std::io::stderr().is_terminal() && !set("NO_COLOR") && !dumb }
+    }
+
+    /// What was asked for.
+    pub(crate) fn data(&self, text: &str) {
+        // A reader that has seen enough (`| head`) is no failure of ours.
+        let _ = writeln!(std::io::stdout().lock(), "{}", text.trim_end());
+    }
+
+    /// How it goes.
+    pub(crate) fn status(&self, text: &str) {
+        self.to_stderr(text);
+    }
+
+    pub(crate) fn warning(&self, warning: &Warning) {
+        self.message("warning", "33", &warning.message, warning.hint.as_deref());
+    }
+
+    pub(crate) fn error(&self, error: &Error) {
+        self.message("error", "31", &error.to_string(), error.advice());
+    }
+
+    /// A usage error, or the help or version that was asked for.
+    pub(crate) fn usage(&self, error: &clap::Error) -> ExitStatus {
+        // Nothing can be done about a terminal that is gone.
+        let _ = error.print();
+        if error.use_stderr() { ExitStatus::Error } else { ExitStatus::Success }
+    }
+
+    fn message(&self, label: &str, colour: &str, text: &str, hint: Option<&str>) {
+        let paint = |colour: &str, label: &str| match self.colour {
+            true => format!("\x1b[1;{colour}m{label}\x1b[0m"),
+            false => label.to_owned(),
+        };
+        let mut lines = format!("{}: {text}", paint(colour, label));
+        if let Some(hint) = hint {
+            lines.push_str(&format!("\n\n{}: {hint}", paint("36", "hint")));
+        }
+        self.to_stderr(&lines);
+    }
+
+    fn to_stderr(&self, text: &str) {
+        let _ = writeln!(std::io::stderr().lock(), "{text}");
+    }
+}

@@ -1,0 +1,379 @@
+//! `worker`: one rank. Puts model, data, engine and collective together, which only this file knows how
+//! to do, and runs them for the plan.
+//!
+//! The work goes on in a thread that bears its card's name, so that the sampler knows whom to charge.
+
+use super::ExitStatus;
+use super::args::WorkerArgs;
+use super::printer::Printer;
+use super::request::{self, Request};
+use crate::card::{Cores, Meter, pin_current_thread};
+use crate::comm::{Collective, Local, Member, Shm};
+use crate::config::{EngineKind, ModelPlan, Uneven};
+use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
+use crate::engine::{Engine, Event, RunLoop, Single, StepEvent};
+use crate::error::{Error, Kind, Result};
+use crate::launch::{Job, Message, Mode, RankEnv, Reporter, StoreAddress, end_with_parent};
+use crate::metrics::phase::{CardTotals, StepReport};
+use crate::metrics::proc::own_card_cpu;
+use crate::metrics::record::CardInfo;
+use crate::torch::store::Store;
+use crate::torch::{memory, threads};
+use crate::units::Nanos;
+use crate::{model, torch};
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+use tch::Device;
+
+/// Stack of the working thread: libtorch's backward recurses through deep graphs.
+const STACK_BYTES: usize = 64 << 20;
+
+/// Rows of a test batch on one card.
+const TEST_BATCH: usize = 256;
+
+/// An error in a build that cannot train; this one can.
+pub(crate) fn require() -> Result<()> {
+    Ok(())
+}
+
+/// The libtorch that was loaded.
+pub(crate) fn libtorch_version() -> Option<String> {
+    torch::loaded().ok().map(|loaded| loaded.version)
+}
+
+/// Runs the verb.
+pub(crate) fn run(args: &WorkerArgs) -> ExitStatus {
+    let job = if args.job { end_with_parent() } else { job_by_hand(args) };
+    match job.and_then(|job| Ok((job, Reporter::claim_stdout()?))) {
+        Ok((job, mut reporter)) => match work_in_a_card_thread(&job, &mut reporter) {
+            Ok(()) => ExitStatus::Success,
+            Err(error) => {
+                // A parent that does not listen any more has its own way to notice.
+                let _ = reporter.send(&Message::from(&error));
+                ExitStatus::Error
+            }
+        },
+        Err(error) => {
+            Printer::new().error(&error);
+            ExitStatus::Error
+        }
+    }
+}
+
+/// The job of a rank that something else started: `ddp` on this host.
+fn job_by_hand(args: &WorkerArgs) -> Result<Job> {
+    let rank = RankEnv::read(|name| std::env::var(name).ok(), args.local_rank)?;
+    if rank.local_rank != rank.rank {
+        return Err(Error::new(
+            Kind::Unavailable,
+            format!(
+                "rank {} is rank {} of its host: ranks on several hosts are not supported",
+                rank.rank, rank.local_rank
+            ),
+        )
+        .hint("start all ranks on one host, as `torchrun --nnodes 1` does"));
+    }
+    let mut overrides = request::overrides(&args.run)?;
+    if args.run.cards.is_none() {
+        overrides.flag("WORLD_SIZE", "run.cards", Some(rank.world_size));
+    }
+    overrides.flag("worker", "run.engines", Some("ddp"));
+    let Request { plan, cards, .. } =
+        request::decide(args.run.config.as_deref(), &overrides, Uneven::Refuse)?;
+    if plan.run.cards != rank.world_size {
+        return Err(Error::usage(format!(
+            "run.cards is {}, but WORLD_SIZE is {}",
+            plan.run.cards, rank.world_size
+        ))
+        .hint("leave out --cards, or give both the same value"));
+    }
+    Ok(Job {
+        plan,
+        engine: EngineKind::Ddp,
+        round: 0,
+        rank: rank.rank,
+        world_size: rank.world_size,
+        cards,
+        store: Some(rank.store),
+        meter: None,
+        init: None,
+        save_initial: None,
+        save_final: None,
+        mode: Mode::Compare,
+    })
+}
+
+fn work_in_a_card_thread(job: &Job, reporter: &mut Reporter) -> Result<()> {
+    let card = own_card(job)?.index;
+    std::thread::scope(|scope| {
+        std::thread::Builder::new()
+            .name(format!("card{card}"))
+            .stack_size(STACK_BYTES)
+            .spawn_scoped(scope, || work(job, reporter))
+            .map_err(|source| {
+                Error::new(Kind::Unavailable, format!("cannot start the thread of card {card}: {source}"))
+            })?
+            .join()
+            .unwrap_or_else(|panic| Err(panicked(panic.as_ref())))
+    })
+}
+
+fn panicked(panic: &(dyn Any + Send)) -> Error {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref().copied());
+    // As with what libtorch throws: its C++ stack helps nobody.
+    let text = text.unwrap_or("no reason given").split("\nException raised from").next().unwrap_or_default();
+    Error::new(Kind::Torch, format!("panicked: {text}"))
+        .hint("this is a fault of the program, please report it")
+}
+
+/// The card that the calling thread works for.
+fn own_card(job: &Job) -> Result<&CardInfo> {
+    job.own_cards().first().ok_or_else(|| {
+        Error::new(Kind::Worker, format!("rank {} has no card among {}", job.rank, job.cards.len()))
+    })
+}
+
+fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
+    let card = own_card(job)?;
+    if let Some(cores) = &card.cores {
+        pin_current_thread(&Cores(cores.clone()))?;
+    }
+    // Before the first tensor, so that every block is counted.
+    let meter = Arc::new(match &job.meter {
+        Some(path) => Meter::open(path)?,
+        None => Meter::create(job.cards.len())?,
+    });
+    memory::install(meter.clone())?;
+    memory::set_process_card(card.index);
+    memory::set_thread_card(card.index);
+    threads::set_intra_op(job.plan.run.threads_per_card);
+
+    let (train, test) = data::open(&job.plan.data.source, wants_images(&job.plan.model), job.plan.run.seed)?;
+    let mut loader = Loader::new(Arc::new(train), loader_options(job))?;
+    let mut engine = engine(job, &meter, loader.steps_per_epoch())?;
+    if let Some(path) = &job.init {
+        engine.state().load(path)?;
+    }
+    let first_rank = job.rank == 0;
+    if let Some(path) = job.save_initial.as_ref().filter(|_| first_rank) {
+        engine.state().save(path)?;
+    }
+    reporter.send(&Message::Ready)?;
+    match job.mode {
+        Mode::Compare => measure(job, &meter, engine.as_mut(), &mut loader, reporter)?,
+        Mode::Train { epochs } => train_and_test(job, epochs, engine.as_mut(), &mut loader, &test, reporter)?,
+    }
+    reporter.send(&Message::Weights { digest: engine.state().digest()? })?;
+    if let Some(path) = job.save_final.as_ref().filter(|_| first_rank) {
+        engine.state().save(path)?;
+    }
+    reporter.send(&Message::Done)
+}
+
+/// Convolutions see images, the others flat samples.
+fn wants_images(model: &ModelPlan) -> bool {
+    match model {
+        ModelPlan::Convnet { .. } | ModelPlan::Resnet18 { .. } => true,
+        ModelPlan::Mlp { .. } | ModelPlan::Gpt { .. } => false,
+    }
+}
+
+/// All engines see the same global batches; `single_per_card` sees batches of one card's size.
+fn loader_options(job: &Job) -> LoaderOptions {
+    let (run, data, batch) = (&job.plan.run, &job.plan.data, job.plan.batch);
+    let world_size = match job.engine {
+        EngineKind::SinglePerCard => 1,
+        EngineKind::Single | EngineKind::Dp | EngineKind::Ddp => run.cards,
+    };
+    LoaderOptions {
+        world_size,
+        cut: match job.mode {
+            Mode::Compare => Cut::PerRank(batch.per_card),
+            Mode::Train { .. } => Cut::Global(batch.global),
+        },
+        part: match job.engine {
+            EngineKind::Ddp => Part::Rank(job.rank),
+            EngineKind::Single | EngineKind::SinglePerCard | EngineKind::Dp => Part::Whole,
+        },
+        shuffle: data.shuffle,
+        drop_last: data.drop_last,
+        seed: run.seed,
+        workers: data.workers,
+    }
+}
+
+fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<dyn Engine>> {
+    let plan = job.plan.clone();
+    let build = move || model::build(&plan.model, Device::Cpu, plan.run.seed);
+    let plan = &job.plan;
+    Ok(match job.engine {
+        EngineKind::Single | EngineKind::SinglePerCard => {
+            Box::new(Single::new(build()?, plan.optimizer, plan.inject))
+        }
+        EngineKind::Dp => return Err(Error::new(Kind::Unavailable, "dp is not there yet")),
+        EngineKind::Ddp => {
+            let _ = collective(job, meter, steps_per_epoch)?;
+            return Err(Error::new(Kind::Unavailable, "ddp is not there yet"));
+        }
+    })
+}
+
+fn deadline(job: &Job) -> Duration {
+    Duration::from_secs_f64(job.plan.run.deadline_s)
+}
+
+/// The connection between the ranks of `ddp`, tried out: all of them must mean the same number of steps,
+/// or the last ones would wait for peers that have gone home.
+fn collective(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<dyn Collective>> {
+    let deadline = deadline(job);
+    let mut collective: Box<dyn Collective> = match &job.store {
+        None => Box::new(Local::new()),
+        Some(address) => {
+            let store = match address {
+                StoreAddress::File(path) => Store::file(path, job.world_size, deadline)?,
+                StoreAddress::Tcp { host, port, serve } => {
+                    Store::tcp(host, *port, job.world_size, *serve, deadline)?
+                }
+            };
+            let member = Member {
+                rank: job.rank,
+                world_size: job.world_size,
+                deadline,
+                meter: Some((meter.clone(), own_card(job)?.index)),
+            };
+            Box::new(Shm::connect(member, &store)?)
+        }
+    };
+    let steps = collective.exchange(&(steps_per_epoch as u64).to_le_bytes())?;
+    if steps.iter().any(|other| *other != steps[0]) {
+        let counts: Vec<u64> = steps.iter().map(|bytes| u64_from(bytes)).collect();
+        return Err(Error::new(
+            Kind::Worker,
+            format!("ranks have different numbers of steps an epoch, by rank: {counts:?}"),
+        )
+        .hint("give all ranks the same data, batch and seed"));
+    }
+    Ok(collective)
+}
+
+fn u64_from(bytes: &[u8]) -> u64 {
+    bytes.try_into().map_or(0, u64::from_le_bytes)
+}
+
+/// Warm-up and measured steps, and what each of this process's cards did during the latter.
+fn measure(
+    job: &Job,
+    meter: &Meter,
+    engine: &mut dyn Engine,
+    loader: &mut Loader,
+    reporter: &mut Reporter,
+) -> Result<()> {
+    let run_loop = RunLoop { warmup: job.plan.run.warmup, steps: job.plan.run.steps };
+    let mut window = Vec::new();
+    run_loop.run(engine, loader, &mut |event| match event {
+        Event::MeasuringStarts => {
+            reporter.send(&Message::MeasuringStarts)?;
+            for card in job.own_cards() {
+                memory::reset_peak(meter, card.index);
+                window.push(Border::at(meter, card)?);
+            }
+            Ok(())
+        }
+        Event::Step(step) => reporter.send(&Message::Step(report(step))),
+        Event::MeasuringEnds => {
+            let totals = job
+                .own_cards()
+                .iter()
+                .zip(&window)
+                .map(|(card, start)| start.totals_until(&Border::at(meter, card)?, meter, card))
+                .collect::<Result<Vec<_>>>()?;
+            reporter.send(&Message::MeasuringEnds)?;
+            totals.into_iter().try_for_each(|totals| reporter.send(&Message::CardTotals(totals)))
+        }
+    })
+}
+
+/// A card's counters at one end of the measured window.
+#[derive(Debug, Clone, Copy)]
+struct Border {
+    time: Nanos,
+    on_cpu: Nanos,
+    wait_cpu: Nanos,
+}
+
+impl Border {
+    fn at(meter: &Meter, card: &CardInfo) -> Result<Self> {
+        let on_cpu = own_card_cpu(card.index).map_err(|source| {
+            Error::new(
+                Kind::Unavailable,
+                format!("cannot read the CPU time of card {}: {source}", card.index),
+            )
+        })?;
+        let wait_cpu = Nanos(meter.card(card.index).wait_cpu_ns.load(Relaxed));
+        Ok(Self { time: Nanos::now(), on_cpu, wait_cpu })
+    }
+
+    fn totals_until(&self, end: &Self, meter: &Meter, card: &CardInfo) -> Result<CardTotals> {
+        Ok(CardTotals {
+            card: card.index,
+            cores: card.cores.as_ref().map_or(1, Vec::len),
+            wall: end.time.since(self.time),
+            on_cpu: end.on_cpu.since(self.on_cpu),
+            wait_cpu: end.wait_cpu.since(self.wait_cpu),
+            memory_peak_bytes: Some(meter.card(card.index).peak_bytes.load(Relaxed)),
+        })
+    }
+}
+
+fn report(step: StepEvent) -> StepReport {
+    StepReport {
+        step: step.step,
+        loss: (step.samples > 0).then_some(step.loss),
+        samples: step.samples as u64,
+        repeated: step.repeated as u64,
+        start: step.start,
+        end: step.end,
+        spans: step.spans,
+    }
+}
+
+/// Whole epochs; after each, this rank's share of the test data.
+fn train_and_test(
+    job: &Job,
+    epochs: u64,
+    engine: &mut dyn Engine,
+    loader: &mut Loader,
+    test: &Dataset,
+    reporter: &mut Reporter,
+) -> Result<()> {
+    let steps = loader.steps_per_epoch();
+    let mut first_step = 0;
+    for epoch in 1..=epochs {
+        let run_loop = RunLoop { warmup: 0, steps };
+        run_loop.run(engine, loader, &mut |event| match event {
+            Event::Step(step) => {
+                // Nobody draws the phases of a training.
+                let report = StepReport { step: first_step + step.step, spans: Vec::new(), ..report(step) };
+                reporter.send(&Message::Step(report))
+            }
+            Event::MeasuringStarts | Event::MeasuringEnds => Ok(()),
+        })?;
+        first_step += steps as u64;
+        let (correct, total) = evaluate(job, engine, test)?;
+        reporter.send(&Message::Evaluated { epoch, correct, total })?;
+    }
+    Ok(())
+}
+
+/// Every sample is tested by exactly one rank: nothing is repeated to even them out.
+fn evaluate(job: &Job, engine: &mut dyn Engine, test: &Dataset) -> Result<(u64, u64)> {
+    let share: Vec<usize> = (job.rank..test.len()).step_by(job.world_size).collect();
+    let mut sums = (0, 0);
+    for rows in share.chunks(TEST_BATCH * job.own_cards().len()) {
+        let (correct, total) = engine.evaluate(test.batch(rows)?)?;
+        sums = (sums.0 + correct, sums.1 + total);
+    }
+    Ok(sums)
+}

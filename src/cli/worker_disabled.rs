@@ -1,0 +1,25 @@
+//! `worker` in a build without libtorch: it is not there, and says so.
+
+use super::ExitStatus;
+use super::args::WorkerArgs;
+use super::printer::Printer;
+use crate::error::{Error, Kind, Result};
+
+/// An error: this build cannot train.
+pub(crate) fn require() -> Result<()> {
+    Err(Error::new(Kind::Unavailable, "this build has no engines, so it can neither measure nor train")
+        .hint("build it with the default features: `./setup && cargo build --release`"))
+}
+
+/// The libtorch that was loaded: none.
+pub(crate) fn libtorch_version() -> Option<String> {
+    None
+}
+
+/// Runs the verb.
+pub(crate) fn run(_: &WorkerArgs) -> ExitStatus {
+    if let Err(error) = require() {
+        Printer::new().error(&error);
+    }
+    ExitStatus::Error
+}
