@@ -2,10 +2,10 @@
 //! `train` have in common.
 
 use super::request::Request;
-use crate::card::{Cores, Meter, SharedMemory};
+use crate::card::Meter;
 use crate::config::EngineKind;
 use crate::error::{Error, Result};
-use crate::launch::{Group, Job, Limits, Message, Mode, Program, StoreAddress};
+use crate::launch::{Group, Job, Limits, MemoryFile, Message, Mode, Program, StoreAddress};
 use crate::metrics::record::{CardInfo, SampleRow};
 use crate::metrics::round::RankLog;
 use crate::metrics::sampler::{Account, Sampler, Subject, WatchedCard};
@@ -75,7 +75,7 @@ pub(crate) fn run(
     outcome.result = std::thread::scope(|scope| {
         let meter = Arc::new(Meter::create(request.cards.len())?);
         // Libtorch's file store on memory without a name: nothing is left behind, whoever is killed.
-        let store = (world_size > 1).then(|| SharedMemory::create("dp-vs-ddp-store", 0)).transpose()?;
+        let store = (world_size > 1).then(MemoryFile::create).transpose()?;
         let jobs = jobs(cell, request, world_size, &meter, store.as_ref());
         for (log, job) in logs.iter_mut().zip(&jobs) {
             log.cards = job.own_cards().iter().map(|card| card.index).collect();
@@ -102,9 +102,9 @@ pub(crate) fn run(
             Ok(())
         });
         *sampled = sampler.stop();
-        let written = writer
-            .join()
-            .unwrap_or_else(|_| Err(Error::new(crate::error::Kind::Worker, "the writer of samples panicked")));
+        let written = writer.join().unwrap_or_else(|_| {
+            Err(Error::new(crate::error::Kind::Worker, "the writer of samples panicked"))
+        });
         ended.and(written)
     });
     outcome
@@ -115,7 +115,7 @@ fn jobs(
     request: &Request,
     world_size: usize,
     meter: &Meter,
-    store: Option<&SharedMemory>,
+    store: Option<&MemoryFile>,
 ) -> Vec<Job> {
     let job = |rank| Job {
         plan: request.plan.clone(),
@@ -149,11 +149,7 @@ fn program(request: &Request) -> Program {
 }
 
 fn watched(card: &CardInfo) -> WatchedCard {
-    WatchedCard {
-        index: card.index,
-        uuid: card.uuid.clone(),
-        cores: card.cores.as_ref().map_or(1, |cores| Cores(cores.clone()).0.len()),
-    }
+    WatchedCard { index: card.index, uuid: card.uuid.clone(), cores: card.cores.as_ref().map_or(1, Vec::len) }
 }
 
 fn keep(log: &mut RankLog, message: Message) {

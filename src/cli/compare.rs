@@ -261,8 +261,9 @@ impl Run<'_> {
         drop(self.progress);
         let measured = self.results.engines.values().any(|engine| !engine.rounds.is_empty());
         if json {
-            let text = serde_json::to_string_pretty(&self.results)
-                .map_err(|source| Error::new(Kind::Io, format!("cannot write the results as JSON: {source}")))?;
+            let text = serde_json::to_string_pretty(&self.results).map_err(|source| {
+                Error::new(Kind::Io, format!("cannot write the results as JSON: {source}"))
+            })?;
             self.printer.data(&text);
         } else if measured {
             self.printer.data(&report::console(&self.results));

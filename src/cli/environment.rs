@@ -78,6 +78,9 @@ mod tests {
     fn names_are_read_from_the_kernels_files() {
         assert_eq!(cpu_model("processor\t: 0\nmodel name\t: AMD EPYC\n"), Some("AMD EPYC".into()));
         assert_eq!(cpu_model("processor\t: 0\n"), None);
-        assert_eq!(os_name("NAME=x\nPRETTY_NAME=\"Debian GNU/Linux 12\"\n"), Some("Debian GNU/Linux 12".into()));
+        assert_eq!(
+            os_name("NAME=x\nPRETTY_NAME=\"Debian GNU/Linux 12\"\n"),
+            Some("Debian GNU/Linux 12".into())
+        );
     }
 }

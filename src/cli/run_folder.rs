@@ -28,8 +28,10 @@ impl RunFolder {
         std::fs::create_dir_all(out).map_err(|source| cannot("make", out, source))?;
         let path = out.join(name);
         std::fs::create_dir(&path).map_err(|source| match source.kind() {
-            ErrorKind::AlreadyExists => Error::usage(format!("run folder `{}` exists already", path.display()))
-                .hint("choose another name with --run-id; runs are never overwritten"),
+            ErrorKind::AlreadyExists => {
+                Error::usage(format!("run folder `{}` exists already", path.display()))
+                    .hint("choose another name with --run-id; runs are never overwritten")
+            }
             _ => cannot("make", &path, source),
         })?;
         let folder = Self { path };
@@ -76,7 +78,8 @@ impl RunFolder {
 
     fn write_json(&self, name: &str, value: &impl Serialize) -> Result<()> {
         let path = self.path.join(name);
-        let mut text = serde_json::to_string_pretty(value).map_err(|source| cannot("write", &path, source.into()))?;
+        let mut text =
+            serde_json::to_string_pretty(value).map_err(|source| cannot("write", &path, source.into()))?;
         text.push('\n');
         // In the same folder, so that the rename cannot cross a file system.
         let write = || -> std::io::Result<()> {

@@ -87,7 +87,9 @@ pub(crate) fn run(args: &TrainArgs, printer: &Printer) -> Result<ExitStatus> {
 
 fn line(epoch: &Epoch, epochs: u64) -> String {
     let Epoch { epoch, loss, correct, total, accuracy_percent } = epoch;
-    format!("epoch {epoch}/{epochs}  loss {loss:.4}  test accuracy {accuracy_percent:.2} % ({correct}/{total})")
+    format!(
+        "epoch {epoch}/{epochs}  loss {loss:.4}  test accuracy {accuracy_percent:.2} % ({correct}/{total})"
+    )
 }
 
 /// Finds out before hours of training whether the weights can be written at their end.
@@ -192,7 +194,10 @@ impl Tally {
 impl Part {
     fn finish(self, epoch: u64) -> Result<Epoch> {
         if self.samples == 0 || self.total == 0 {
-            return Err(Error::new(Kind::Worker, format!("epoch {epoch} had no samples to train or test on")));
+            return Err(Error::new(
+                Kind::Worker,
+                format!("epoch {epoch} had no samples to train or test on"),
+            ));
         }
         Ok(Epoch {
             epoch,

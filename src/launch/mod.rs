@@ -6,6 +6,7 @@
 
 mod failure;
 mod group;
+mod memory_file;
 mod protocol;
 mod rank;
 #[cfg(test)]
@@ -13,6 +14,7 @@ mod testing;
 mod worker;
 
 pub use group::{Group, Limits, Program};
+pub use memory_file::MemoryFile;
 pub use protocol::{Job, Message, Mode, StoreAddress};
 pub use rank::RankEnv;
 pub use worker::{Reporter, end_with_parent};
