@@ -22,6 +22,9 @@ pub(crate) enum Verb {
     /// Train with one engine and test after each epoch
     #[command(after_help = EXIT_STATUSES)]
     Train(TrainArgs),
+    /// Say what this machine has, what is missing, and what to do about it
+    #[command(after_help = "Exit status: 0 `compare` can run here, 2 it cannot.")]
+    Doctor(DoctorArgs),
     /// One rank, started by a launcher
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -137,6 +140,13 @@ pub(crate) struct TrainArgs {
     /// Start from the weights of this safetensors file [default: drawn from the seed]
     #[arg(long, value_name = "FILE")]
     pub(crate) load: Option<PathBuf>,
+}
+
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct DoctorArgs {
+    /// Print the facts and findings as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// `worker --job` is what `compare` and `train` start. Without it, a rank that something else started:

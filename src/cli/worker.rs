@@ -7,10 +7,11 @@ use super::ExitStatus;
 use super::args::WorkerArgs;
 use super::printer::Printer;
 use super::request::{self, Request};
-use crate::card::{Cores, Meter, pin_current_thread};
+use crate::card::{Cores, Meter, VirtualCard, pin_current_thread};
 use crate::comm::{Collective, Local, Member, Shm};
 use crate::config::{EngineKind, ModelPlan, Uneven};
 use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
+use crate::dp::{self, DpEngine};
 use crate::engine::{Engine, Event, RunLoop, Single, StepEvent};
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Job, Message, Mode, RankEnv, Reporter, StoreAddress, end_with_parent};
@@ -205,19 +206,33 @@ fn loader_options(job: &Job) -> LoaderOptions {
 }
 
 fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<dyn Engine>> {
-    let plan = job.plan.clone();
-    let build = move || model::build(&plan.model, Device::Cpu, plan.run.seed);
     let plan = &job.plan;
+    let (model, seed) = (plan.model.clone(), plan.run.seed);
+    let build = move || model::build(&model, Device::Cpu, seed);
     Ok(match job.engine {
         EngineKind::Single | EngineKind::SinglePerCard => {
             Box::new(Single::new(build()?, plan.optimizer, plan.inject))
         }
-        EngineKind::Dp => return Err(Error::new(Kind::Unavailable, "dp is not there yet")),
+        EngineKind::Dp => {
+            let options = dp::Options {
+                threads_per_card: plan.run.threads_per_card,
+                deadline: deadline(job),
+                meter: Some(meter.clone()),
+                inject: plan.inject,
+                ..dp::Options::default()
+            };
+            Box::new(DpEngine::new(&virtual_cards(job), options, plan.optimizer, move |_| build())?)
+        }
         EngineKind::Ddp => {
             let _ = collective(job, meter, steps_per_epoch)?;
             return Err(Error::new(Kind::Unavailable, "ddp is not there yet"));
         }
     })
+}
+
+fn virtual_cards(job: &Job) -> Vec<VirtualCard> {
+    let cores = |card: &CardInfo| Cores(card.cores.clone().unwrap_or_default());
+    job.cards.iter().map(|card| VirtualCard { index: card.index, cores: cores(card) }).collect()
 }
 
 fn deadline(job: &Job) -> Duration {
