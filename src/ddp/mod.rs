@@ -1,5 +1,24 @@
-//! DistributedDataParallel.
+//! DistributedDataParallel: one process a card, each with its own replica and optimiser; gradients are
+//! averaged by bucketed all-reduce while backward still runs.
+//!
+//! Two pure machines decide: [`bucket`] says which gradients travel together, [`reducer`] when a bucket
+//! may go. [`DistributedDataParallel`] acts on what they say; [`DdpEngine`] drives it in a measured run.
+//! Must know neither the `dp` engine nor how processes come to be.
 
-/// One process a card.
-#[derive(Debug)]
-pub struct DistributedDataParallel {}
+mod agree;
+pub mod bucket;
+mod communicator;
+mod core;
+mod engine;
+mod module;
+mod options;
+pub mod reducer;
+mod wrapper;
+
+pub use engine::DdpEngine;
+pub use module::Module;
+pub use options::{Options, Share};
+pub use wrapper::DistributedDataParallel;
+
+#[cfg(test)]
+mod tests;

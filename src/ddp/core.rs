@@ -1,0 +1,260 @@
+//! What gradient hooks work on: every parameter's place in a bucket, and the reducer that counts them in.
+//!
+//! Launches buckets when the reducer says so; never waits.
+
+use super::agree;
+use super::bucket::Item;
+use super::communicator::{Communicator, Desk};
+use super::options::Share;
+use super::reducer::{MarkedTwice, Reducer};
+use crate::metrics::phase::Phase;
+use crate::torch::grad;
+use crate::torch::no_grad;
+use crate::{Error, Result};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tch::Tensor;
+
+/// One trained parameter.
+pub(super) struct Slot {
+    pub(super) name: String,
+    pub(super) parameter: Tensor,
+    /// Its part of a bucket, in its shape.
+    pub(super) view: Tensor,
+    /// Whether it had no gradient before this backward.
+    pub(super) was_undefined: bool,
+}
+
+impl Slot {
+    pub(super) fn item(&self) -> Item {
+        Item {
+            bytes: self.parameter.numel() * self.parameter.kind().elt_size_in_bytes(),
+            kind: self.parameter.kind(),
+            device: self.parameter.device(),
+        }
+    }
+
+    /// Whether this gradient already lies in the bucket.
+    pub(super) fn is_in_bucket(&self, gradient: &Tensor) -> bool {
+        // A sparse gradient has no address to ask for.
+        !gradient.is_sparse() && gradient.numel() > 0 && gradient.data_ptr() == self.view.data_ptr()
+    }
+
+    /// Puts the scaled gradient into the bucket, zeros where there is none. Whatever strides the gradient
+    /// has, the bucket holds the values in the parameter's order.
+    pub(super) fn fill(&mut self, scale: f64) -> Result<()> {
+        let Some(mut gradient) = grad::grad(&self.parameter) else {
+            let _ = self.view.f_zero_()?;
+            return Ok(());
+        };
+        if gradient.is_sparse() {
+            return Err(Error::usage(format!(
+                "`{}` has a sparse gradient, which cannot be all-reduced",
+                self.name
+            ))
+            .hint("make the embedding with `sparse: false`"));
+        }
+        no_grad(|| -> Result<()> {
+            if self.is_in_bucket(&gradient) {
+                let _ = gradient.f_mul_scalar_(scale)?;
+            } else {
+                // Scaled while copied: one pass over memory instead of two.
+                let _ = gradient.f_mul_scalar_out(&self.view, scale)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+/// Elements and type of every bucket.
+pub(super) fn sizes(plan: &[Vec<usize>], slots: &[Slot]) -> Vec<(usize, tch::Kind)> {
+    plan.iter()
+        .map(|bucket| {
+            let members: Vec<&Tensor> = bucket.iter().map(|&member| &slots[member].parameter).collect();
+            (agree::elements(&members), members[0].kind())
+        })
+        .collect()
+}
+
+/// Gives every parameter its view of its bucket's memory.
+pub(super) fn place<'a>(
+    plan: &[Vec<usize>],
+    slots: &mut [Slot],
+    flats: impl Iterator<Item = &'a Tensor>,
+) -> Result<()> {
+    for (bucket, flat) in plan.iter().zip(flats) {
+        let views = agree::views(flat, bucket.iter().map(|&member| slots[member].parameter.size()))?;
+        for (&member, view) in bucket.iter().zip(views) {
+            slots[member].view = view;
+        }
+    }
+    Ok(())
+}
+
+/// What gradients that become ready are for. Accumulation without reduction (PyTorch's `no_sync`) is to
+/// be a third one, under which they are left alone.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Mode {
+    /// No backward of ours runs.
+    Idle,
+    /// They are scaled and reduced.
+    Reduce {
+        /// What this rank's gradients are multiplied with.
+        scale: f64,
+    },
+}
+
+/// What hooks work on. On CPU they run on the thread that called backward, so the lock is never waited for.
+pub(super) struct Core {
+    pub(super) rank: usize,
+    pub(super) step: u64,
+    pub(super) mode: Mode,
+    pub(super) overlap: bool,
+    pub(super) reducer: Reducer,
+    pub(super) slots: Vec<Slot>,
+    /// Complete buckets that wait for the end of backward, without overlap.
+    pub(super) held: Range<usize>,
+    pub(super) communicator: Arc<Communicator>,
+}
+
+impl Core {
+    pub(super) fn prepare(
+        &mut self,
+        scale: f64,
+        share: Share,
+        step: u64,
+        as_bucket_view: bool,
+    ) -> Result<()> {
+        self.step = step;
+        self.held = 0..0;
+        self.reducer.prepare();
+        let by_samples = matches!(share, Share::Samples { .. });
+        for slot in &mut self.slots {
+            let gradient = grad::grad(&slot.parameter);
+            slot.was_undefined = gradient.is_none();
+            match gradient {
+                Some(_) if by_samples => {
+                    return Err(Error::usage(format!(
+                        "rank {}: `{}` already has a gradient, which weighting by samples would scale again",
+                        self.rank, slot.name
+                    ))
+                    .hint("call zero_grad before backward"));
+                }
+                None if as_bucket_view => {
+                    let _ = slot.view.f_zero_()?;
+                    grad::set_grad(&slot.parameter, Some(&slot.view))?;
+                }
+                Some(gradient) if as_bucket_view && !slot.is_in_bucket(&gradient) => {
+                    slot.view.f_copy_(&gradient)?;
+                    grad::set_grad(&slot.parameter, Some(&slot.view))?;
+                }
+                _ => {}
+            }
+        }
+        self.mode = Mode::Reduce { scale };
+        Ok(())
+    }
+
+    /// A hook fired.
+    pub(super) fn gradient_ready(&mut self, index: usize) -> Result<()> {
+        let Mode::Reduce { scale } = self.mode else {
+            let what = format!(
+                "rank {}: backward reached `{}` outside DistributedDataParallel::backward, so nothing would be averaged",
+                self.rank, self.slots[index].name
+            );
+            return Err(Error::usage(what).hint("call `ddp.backward(&loss)` in place of `loss.backward()`"));
+        };
+        let slot = &mut self.slots[index];
+        slot.fill(scale).map_err(|error| error.context(format_args!("rank {}", self.rank)))?;
+        // At once, not after the reduction: it frees the gradient that backward made.
+        grad::set_grad(&slot.parameter, Some(&slot.view))?;
+        self.count_in(index)
+    }
+
+    fn count_in(&mut self, index: usize) -> Result<()> {
+        let complete = self.reducer.mark_ready(index).map_err(|MarkedTwice(index)| {
+            Error::usage(format!(
+                "rank {}: the gradient of `{}` became ready twice in step {}",
+                self.rank, self.slots[index].name, self.step
+            ))
+            .hint(
+                "use every parameter in one backward only: no second backward inside a hook or a checkpoint",
+            )
+        })?;
+        if self.overlap {
+            self.launch(complete)
+        } else {
+            self.held.end = complete.end;
+            Ok(())
+        }
+    }
+
+    /// Takes what this rank did not use for ready, then launches what was held back.
+    pub(super) fn complete(&mut self, unready: &[usize]) -> Result<()> {
+        let Mode::Reduce { scale } = self.mode else { return Ok(()) };
+        for &index in unready {
+            self.slots[index].fill(scale)?;
+            self.count_in(index)?;
+        }
+        let held = std::mem::replace(&mut self.held, 0..0);
+        self.launch(held)
+    }
+
+    fn launch(&self, buckets: Range<usize>) -> Result<()> {
+        let step = self.step;
+        buckets.into_iter().try_for_each(|bucket| {
+            self.communicator.post(move |desk| {
+                desk.timed(Phase::AllReduce, step, |Desk { collective, buckets, .. }| {
+                    collective.all_reduce(&buckets[bucket])
+                })
+            })
+        })
+    }
+
+    /// Asks all ranks which parameters they used; the answer is there after the wait.
+    pub(super) fn agree_on_used(&self, unready: &[usize]) -> Result<Arc<Mutex<Vec<bool>>>> {
+        let mut mine = vec![1u8; self.slots.len()];
+        unready.iter().for_each(|&index| mine[index] = 0);
+        let used = Arc::new(Mutex::new(Vec::new()));
+        let answer = Arc::clone(&used);
+        self.communicator.post(move |desk| {
+            let all = desk.collective.exchange(&mine)?;
+            *lock(&answer) =
+                (0..mine.len()).map(|index| all.iter().any(|rank| rank.get(index) == Some(&1))).collect();
+            Ok(())
+        })?;
+        Ok(used)
+    }
+
+    pub(super) fn unused(&self, unready: &[usize]) -> Error {
+        let names: Vec<String> =
+            unready.iter().map(|&index| format!("`{}`", self.slots[index].name)).collect();
+        let what = format!(
+            "rank {}: {} of {} parameters took no part in the loss of step {}: {}; find_unused_parameters is off",
+            self.rank,
+            unready.len(),
+            self.slots.len(),
+            self.step,
+            names.join(", ")
+        );
+        Error::usage(what).hint(
+            "use the output of every parameter in the loss, freeze them, or set `ddp.find_unused_parameters`",
+        )
+    }
+
+    /// Copies gradients that lie in buckets out of them, before the buckets go.
+    pub(super) fn detach_gradients(&mut self) -> Result<()> {
+        for slot in &self.slots {
+            if let Some(gradient) = grad::grad(&slot.parameter).filter(|gradient| slot.is_in_bucket(gradient))
+            {
+                grad::set_grad(&slot.parameter, Some(&gradient.f_detach_copy()?))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in a hook is an error of that backward; what the core holds is reset by the next.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
