@@ -14,7 +14,7 @@ use crate::engine::timed;
 use crate::error::{Error, Kind, Result};
 use crate::metrics::phase::{Phase, Recorder, Span};
 use crate::model::Model;
-use crate::torch::{grad, memory, threads};
+use crate::torch::{grad, memory, no_grad, threads};
 use crate::units::Nanos;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -351,7 +351,7 @@ impl Worker {
 pub(super) fn forward(model: &dyn Model, input: &Tensor, mode: Mode) -> Result<Tensor> {
     match mode {
         Mode::Train => model.forward(input, true),
-        Mode::Evaluate => tch::no_grad(|| model.forward(input, false)),
+        Mode::Evaluate => no_grad(|| model.forward(input, false)),
     }
 }
 

@@ -27,8 +27,8 @@ use crate::engine::timed;
 use crate::error::{Error, Result};
 use crate::metrics::phase::{Phase, Recorder, Span};
 use crate::model::{Model, State};
-use crate::torch::grad;
 use crate::torch::optim::Optimizer;
+use crate::torch::{grad, threads};
 use apply::{Factory, Mode, Replica};
 use gather::Layout;
 use replicate::Flat;
@@ -42,7 +42,8 @@ use tch::Tensor;
 pub struct Options {
     /// Axis along which batches are cut and outputs put together. Only 0 is supported.
     pub dim: i64,
-    /// Intra-op threads of each further card; the calling thread keeps its own setting.
+    /// Intra-op threads of each card. Also set for the thread that calls [`DataParallel::new`], which works
+    /// for card 0: with libtorch's default, all cores, it would take them from the other cards.
     pub threads_per_card: usize,
     /// Longest wait for any card.
     pub deadline: Duration,
@@ -109,6 +110,7 @@ impl DataParallel {
         factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
     ) -> Result<Self> {
         check(cards, &options)?;
+        threads::set_intra_op(options.threads_per_card);
         let factory: Factory = Arc::new(factory);
         let model = factory(cards[0].index)
             .map_err(|error| error.context(format_args!("card {}", cards[0].index)))?;

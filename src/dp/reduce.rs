@@ -6,13 +6,13 @@
 
 use super::scatter::fetch;
 use crate::error::Result;
-use crate::torch::grad;
+use crate::torch::{grad, no_grad};
 use tch::Tensor;
 
 /// Adds one replica's gradients to those of `parameters` (card 0's, in the same order). A parameter that
 /// took no part on either card keeps no gradient.
 pub(super) fn add(parameters: &[Tensor], replica: &[Option<Tensor>]) -> Result<()> {
-    tch::no_grad(|| {
+    no_grad(|| {
         for (parameter, theirs) in parameters.iter().zip(replica) {
             match (grad::grad(parameter), theirs) {
                 (_, None) => {}

@@ -10,6 +10,7 @@
 use super::scatter::fetch;
 use crate::error::{Error, Kind, Result};
 use crate::model::{Entry, State};
+use crate::torch::no_grad;
 use tch::Tensor;
 
 /// Tensors start at multiples of this many elements, so that kernels find them aligned.
@@ -61,7 +62,7 @@ impl Flat {
     pub(super) fn adopt(state: &State) -> Result<Self> {
         let (buffers, parameters): (Vec<&Entry>, Vec<_>) =
             state.entries().iter().partition(|entry| entry.buffer);
-        tch::no_grad(|| Ok(Self { parameters: flatten(&parameters)?, buffers: flatten(&buffers)? }))
+        no_grad(|| Ok(Self { parameters: flatten(&parameters)?, buffers: flatten(&buffers)? }))
     }
 
     /// A copy of the buffers that replicas may read while card 0's forward writes the original.
@@ -89,7 +90,7 @@ impl Flat {
 }
 
 fn copy_all(to: &mut [Tensor], from: &[Tensor]) -> Result<()> {
-    tch::no_grad(|| to.iter_mut().zip(from).try_for_each(|(to, from)| Ok(to.f_copy_(from)?)))
+    no_grad(|| to.iter_mut().zip(from).try_for_each(|(to, from)| Ok(to.f_copy_(from)?)))
 }
 
 /// One flat tensor for each element type among `entries`, which become views of them.

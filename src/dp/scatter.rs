@@ -2,6 +2,7 @@
 
 use crate::data::chunk_sizes;
 use crate::error::{Error, Result};
+use crate::torch::no_grad;
 use tch::Tensor;
 
 /// Views of the rows of each card, in card order. Shorter than `cards` where there is nothing left for the
@@ -33,7 +34,7 @@ pub(super) fn split(tensor: &Tensor, sizes: &[i64]) -> Result<Vec<Tensor>> {
 /// A copy, without history, in the memory of the card that the calling thread works for.
 pub(super) fn fetch(tensor: &Tensor) -> Result<Tensor> {
     let mut own = tensor.f_empty_like()?;
-    tch::no_grad(|| own.f_copy_(tensor))?;
+    no_grad(|| own.f_copy_(tensor))?;
     Ok(own)
 }
 

@@ -377,14 +377,16 @@ fn weights_that_one_card_does_not_use_are_summed_right() {
 
 // Field case 023.
 #[test]
-fn unused_weights_are_left_alone_and_listed() {
-    let with_head = |_| {
+fn frozen_and_unused_weights_are_left_alone_and_the_unused_listed() {
+    let with_head = |card| {
         toy(
             |state| {
                 let _ = state.parameter("used", numbers(&[3], 1.0));
                 let _ = state.parameter("head", numbers(&[3], 2.0));
+                // What a replica draws for itself does not matter: it gets card 0's.
+                let _ = state.frozen("embedding", numbers(&[3], card as f64));
             },
-            |state, input, _| Ok(input * entry(state, 0)),
+            |state, input, _| Ok(input * entry(state, 0) + entry(state, 2)),
         )
     };
     for plan in [SGD, OptimizerPlan::Adam { lr: 0.1, weight_decay: 0.1 }] {
@@ -395,7 +397,12 @@ fn unused_weights_are_left_alone_and_listed() {
             parallel.step(&input, &target, squared_error, &mut optimizer).unwrap();
         }
         assert_eq!(parallel.without_gradient(), ["head"]);
-        assert_eq!(values(parallel.state())[3..], flat(&numbers(&[3], 2.0)));
+        assert_eq!(values(parallel.state())[3..6], flat(&numbers(&[3], 2.0)));
+        assert_eq!(values(parallel.state())[6..], flat(&numbers(&[3], 0.0)));
+        let input = numbers(&[4, 3], 0.0);
+        let output = parallel.evaluate(&input).unwrap().output;
+        let alone = input * entry(parallel.state(), 0) + numbers(&[3], 0.0);
+        assert_close(&flat(&output), &flat(&alone), "frozen weights reach every card");
         assert_ne!(values(parallel.state())[..3], flat(&numbers(&[3], 1.0)));
     }
 }

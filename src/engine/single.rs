@@ -6,8 +6,8 @@ use crate::config::{InjectPlan, OptimizerPlan};
 use crate::data::Batch;
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
-use crate::torch::grad;
 use crate::torch::optim::Optimizer;
+use crate::torch::{grad, no_grad};
 
 /// Trains a model on the card of the calling thread.
 pub struct Single {
@@ -46,7 +46,7 @@ impl Engine for Single {
     }
 
     fn evaluate(&mut self, batch: Batch) -> Result<(u64, u64)> {
-        let output = tch::no_grad(|| self.model.forward(&batch.input, false))?;
+        let output = no_grad(|| self.model.forward(&batch.input, false))?;
         model::correct(&output, &batch.target)
     }
 
