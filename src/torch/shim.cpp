@@ -356,6 +356,10 @@ char* dvd_store_tcp(const char* host, uint16_t port, int64_t world_size, bool se
   });
 }
 
+void dvd_store_set_timeout(SharedStore* store, int64_t timeout_ms) {
+  store->store->setTimeout(std::chrono::milliseconds(timeout_ms));
+}
+
 void dvd_store_free(SharedStore* store) {
   delete store;
 }
@@ -371,7 +375,9 @@ char* dvd_store_get(SharedStore* store, const char* key, uint8_t** value, size_t
     if (copy == nullptr) {
       throw std::bad_alloc();
     }
-    std::memcpy(copy, bytes.data(), bytes.size());
+    if (!bytes.empty()) {
+      std::memcpy(copy, bytes.data(), bytes.size());
+    }
     *value = copy;
     *length = bytes.size();
   });

@@ -114,6 +114,7 @@ unsafe extern "C" {
         out: *mut *mut RawStore,
         bound_port: *mut u16,
     ) -> Text;
+    pub(super) fn dvd_store_set_timeout(store: *mut RawStore, timeout_ms: i64);
     pub(super) fn dvd_store_free(store: *mut RawStore);
     pub(super) fn dvd_store_set(
         store: *mut RawStore,
