@@ -23,7 +23,8 @@ pub struct Store {
 }
 
 impl Store {
-    /// One host: a file that all ranks can open. libtorch removes it with the last rank's store.
+    /// One host: a file that all ranks can open. libtorch removes it with the last rank's store, but
+    /// not when two go at once: put it into a folder that is removed anyway.
     pub fn file(path: &Path, world_size: usize, timeout: Duration) -> Result<Self> {
         let place = format!("the file `{}`", path.display());
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -233,7 +234,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a store");
         meet(3, |_| Store::file(&path, 3, AMPLE).unwrap());
-        assert!(!path.exists(), "the last rank removes it");
     }
 
     #[test]
