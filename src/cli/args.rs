@@ -22,6 +22,11 @@ pub(crate) enum Verb {
     /// Train with one engine and test after each epoch
     #[command(after_help = EXIT_STATUSES)]
     Train(TrainArgs),
+    /// Rebuild every page and chart of a run from its raw records
+    #[command(
+        after_help = "Exit status: 0 written, 2 the records cannot be read or the pages not be written."
+    )]
+    Report(ReportArgs),
     /// Say what this machine has, what is missing, and what to do about it
     #[command(after_help = "Exit status: 0 `compare` can run here, 2 it cannot.")]
     Doctor(DoctorArgs),
@@ -140,6 +145,12 @@ pub(crate) struct TrainArgs {
     /// Start from the weights of this safetensors file [default: drawn from the seed]
     #[arg(long, value_name = "FILE")]
     pub(crate) load: Option<PathBuf>,
+}
+
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct ReportArgs {
+    /// Folder of the run: it holds results.json, steps.csv and samples.csv
+    pub(crate) run_dir: PathBuf,
 }
 
 #[derive(Debug, Default, clap::Args)]

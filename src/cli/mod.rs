@@ -16,8 +16,8 @@ mod train;
 #[cfg_attr(not(feature = "engines"), path = "worker_disabled.rs")]
 mod worker;
 
-use crate::Result;
-use args::{Args, DoctorArgs, Verb};
+use crate::{Result, report};
+use args::{Args, DoctorArgs, ReportArgs, Verb};
 use clap::Parser;
 use printer::Printer;
 use std::ffi::OsString;
@@ -51,6 +51,7 @@ pub fn run(argv: impl IntoIterator<Item = OsString>) -> ExitStatus {
     let result = match args.verb {
         Verb::Compare(args) => compare::run(&args, argv, &printer),
         Verb::Train(args) => train::run(&args, &printer),
+        Verb::Report(args) => rebuild(&args, &printer),
         Verb::Doctor(args) => doctor(&args, &printer),
         Verb::Worker(args) => return worker::run(&args),
     };
@@ -58,6 +59,15 @@ pub fn run(argv: impl IntoIterator<Item = OsString>) -> ExitStatus {
         printer.error(&error);
         ExitStatus::Error
     })
+}
+
+fn rebuild(args: &ReportArgs, printer: &Printer) -> Result<ExitStatus> {
+    let written = report::write(&args.run_dir)?;
+    for note in &written.notes {
+        printer.status(&format!("note: {note}"));
+    }
+    printer.data(&written.page.display().to_string());
+    Ok(ExitStatus::Success)
 }
 
 fn doctor(args: &DoctorArgs, printer: &Printer) -> Result<ExitStatus> {

@@ -11,6 +11,7 @@ use crate::card::{Cores, Meter, VirtualCard, pin_current_thread};
 use crate::comm::{Collective, Local, Member, Shm};
 use crate::config::{EngineKind, ModelPlan, Uneven};
 use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
+use crate::ddp::{self, DdpEngine};
 use crate::dp::{self, DpEngine};
 use crate::engine::{Engine, Event, RunLoop, Single, StepEvent};
 use crate::error::{Error, Kind, Result};
@@ -224,8 +225,13 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
             Box::new(DpEngine::new(&virtual_cards(job), options, plan.optimizer, move |_| build())?)
         }
         EngineKind::Ddp => {
-            let _ = collective(job, meter, steps_per_epoch)?;
-            return Err(Error::new(Kind::Unavailable, "ddp is not there yet"));
+            let collective = collective(job, meter, steps_per_epoch)?;
+            let options = ddp::Options {
+                card: own_card(job)?.index,
+                meter: Some(meter.clone()),
+                ..ddp::Options::from(&plan.ddp)
+            };
+            Box::new(DdpEngine::new(build()?, collective, options, plan.optimizer, plan.inject)?)
         }
     })
 }
