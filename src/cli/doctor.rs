@@ -45,6 +45,7 @@ pub(crate) struct Facts {
 #[serde(tag = "state", rename_all = "snake_case")]
 enum Libtorch {
     /// Built with `--no-default-features`.
+    #[cfg_attr(feature = "engines", allow(dead_code, reason = "the variant of the other build"))]
     NotBuilt,
     /// The program runs, so the loader found it.
     #[cfg_attr(not(feature = "engines"), allow(dead_code, reason = "the variant of the other build"))]
