@@ -4,7 +4,7 @@ use super::text::count;
 use super::verdict::verdict;
 use super::view::{Table, tables};
 use crate::metrics::record::Results;
-use comfy_table::{CellAlignment, ContentArrangement};
+use comfy_table::{CellAlignment, ContentArrangement, LineStyle};
 
 /// Columns of a terminal that nobody has widened.
 const COLUMNS: usize = 80;
@@ -16,29 +16,20 @@ pub fn console(results: &Results) -> String {
     for sentence in &verdict.sentences {
         text += &wrap(sentence, "- ", "  ");
     }
-    let engines = tables::engines(results);
-    let speed = engines.columns(&[
-        "Engine",
-        "Cards",
-        "Batch, global",
-        "Batch, per card",
-        "Samples/s",
-        "95 %",
-        "Step, ms",
-    ]);
-    let quality = engines.columns(&[
-        "Engine",
-        "Weak",
-        "Strong",
-        "Imbalance, busy",
-        "Imbalance, memory",
-        "Overlap",
-        "Rounds",
-    ]);
-    for table in [speed, quality, tables::cards(results)] {
+    for (table, columns) in [
+        (
+            tables::speed(results),
+            &["Batch, global", "Batch, per card", "Samples/s", "95 % interval", "Step, ms"][..],
+        ),
+        (
+            tables::balance(results),
+            &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap"],
+        ),
+        (tables::cards(results), &["Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms", "Peak memory"]),
+    ] {
         if !table.rows.is_empty() {
             text += "\n";
-            text += &draw(&table);
+            text += &draw(&table, columns);
         }
     }
     if !results.warnings.is_empty() {
@@ -53,20 +44,31 @@ pub fn console(results: &Results) -> String {
     text
 }
 
-fn draw(table: &Table) -> String {
+/// The engines' names and these columns: as many as 80 characters hold.
+fn draw(table: &Table, columns: &[&str]) -> String {
+    let picked = table.columns(columns);
     let mut drawn = comfy_table::Table::new();
     drawn
         .force_no_tty()
-        .load_style(comfy_table::presets::ASCII_NO_BORDERS)
-        .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(COLUMNS as u16)
-        .set_header(&table.header)
-        .add_rows(&table.rows);
+        .load_style(comfy_table::presets::NOTHING.header_separator(LineStyle::none().fill('-').junction('-')))
+        .set_content_arrangement(ContentArrangement::Disabled)
+        .set_header(picked.header.iter().map(|name| two_lines(name)))
+        .add_rows(&picked.rows);
     for column in drawn.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     // The table pads its last column: nothing on a line's end helps a reader or a diff.
     drawn.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+/// A column's name over its unit or its kind, so that columns are as narrow as their figures.
+fn two_lines(name: &str) -> String {
+    match name.rsplit_once(", ").map(|(first, second)| (format!("{first},"), second)) {
+        Some((first, second)) => format!("{first}\n{second}"),
+        None => name
+            .rsplit_once(' ')
+            .map_or_else(|| name.to_owned(), |(first, second)| format!("{first}\n{second}")),
+    }
 }
 
 /// Lines of at most [`COLUMNS`] characters; a word longer than a line stands alone.

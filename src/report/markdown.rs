@@ -9,7 +9,9 @@ pub(super) fn markdown(view: &View) -> String {
         text += &format!("- {}\n", escape(sentence));
     }
     text += "\n## Engines\n\n";
-    text += &table(&view.engines);
+    text += &table(&view.speed);
+    text += "\n";
+    text += &table(&view.balance);
     text += "\n## Cards\n\n";
     text += &table(&view.cards);
     text += "\n## What was run\n\n";

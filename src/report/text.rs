@@ -60,7 +60,7 @@ pub(super) fn memory_unit(largest: f64) -> (&'static str, f64) {
 pub(super) fn engine(name: &str) -> String {
     match name {
         "single" => "Single".to_owned(),
-        "single_per_card" => "Single, per-card batch".to_owned(),
+        "single_per_card" => "Single per card".to_owned(),
         "dp" => "DP".to_owned(),
         "ddp" => "DDP".to_owned(),
         other => other

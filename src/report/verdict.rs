@@ -167,10 +167,11 @@ fn correctness(results: &Results) -> String {
     let losses = &results.comparison.losses;
     let reason = losses.reason.as_deref().unwrap_or("no reason was recorded");
     match (losses.agree, losses.max_difference, losses.tolerance) {
+        (Some(true), Some(0.0), _) => {
+            format!("Same answers: losses are equal to the last bit ({}).", losses.checked)
+        }
         (Some(true), Some(difference), Some(tolerance)) => format!(
-            "Same answers: losses agree within {} relative, where {} is allowed ({}).",
-            if difference == 0.0 { "0".to_owned() } else { format!("{difference:.1e}") },
-            format_args!("{tolerance:.0e}"),
+            "Same answers: losses agree within {difference:.1e} relative, where {tolerance:.0e} is allowed ({}).",
             losses.checked
         ),
         (Some(true), _, _) => format!("Same answers ({}).", losses.checked),

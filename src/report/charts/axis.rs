@@ -24,20 +24,20 @@ impl Axis {
     /// From zero to a round value at or above `high`.
     pub(super) fn from_zero(high: f64, pixels: (f64, f64)) -> Self {
         let (_, high) = repair(0.0, high.max(0.0));
-        let step = round_step(high / 4.0);
+        let step = round_step(high / 6.0);
         Self::with_ticks(0.0, (high / step - 1e-9).ceil() * step, step, pixels)
     }
 
     /// From zero to `high` itself, so that nothing beyond it is promised.
     pub(super) fn exactly_from_zero(high: f64, pixels: (f64, f64)) -> Self {
         let (_, high) = repair(0.0, high.max(0.0));
-        Self::with_ticks(0.0, high, round_step(high / 4.0), pixels)
+        Self::with_ticks(0.0, high, round_step(high / 6.0), pixels)
     }
 
     /// Over these values, with round ends. Values that are not finite do not count.
     pub(super) fn over(values: impl IntoIterator<Item = f64>, pixels: (f64, f64)) -> Self {
         let (low, high) = range(values);
-        let step = round_step((high - low) / 4.0);
+        let step = round_step((high - low) / 5.0);
         Self::with_ticks((low / step + 1e-9).floor() * step, (high / step - 1e-9).ceil() * step, step, pixels)
     }
 
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn ticks_are_round() {
         let axis = Axis::from_zero(87.0, (0.0, 100.0));
-        assert_eq!(axis.labels(), ["0", "50", "100"]);
+        assert_eq!(axis.labels(), ["0", "20", "40", "60", "80", "100"]);
         let axis = Axis::from_zero(0.7, (0.0, 100.0));
         assert_eq!(axis.labels(), ["0.0", "0.2", "0.4", "0.6", "0.8"]);
         let axis = Axis::over([2.1, 2.34], (0.0, 100.0));

@@ -3,7 +3,7 @@
 use super::axis::Axis;
 use super::layout::{Key, MARGIN, Panel, SMALL, WIDTH, horizontal_axis, legend, vertical_axis};
 use super::palette::{self, Ink};
-use super::scene::{Label, Scene};
+use super::scene::{Align, Label, Scene};
 use crate::report::text;
 use crate::report::view::{Losses, Point, downsample};
 
@@ -16,7 +16,7 @@ pub(super) fn draw(view: &Losses) -> Option<(Scene, Vec<String>)> {
     let finite = || values().filter(|v| v.is_finite());
     let steps = view.engines.iter().map(|(_, losses)| losses.len()).max()?;
     let (smallest, largest) = (finite().filter(|v| *v > 0.0).reduce(f64::min), finite().reduce(f64::max)?);
-    let mut scene = Scene::new(WIDTH, 340.0);
+    let mut scene = Scene::new(WIDTH, 356.0);
     // Widest first, so that every curve can be seen under those that follow.
     let width = |place: usize| (7.0 - 2.5 * place as f64).max(1.5);
     let entries: Vec<(Key, String)> = view
@@ -25,8 +25,8 @@ pub(super) fn draw(view: &Losses) -> Option<(Scene, Vec<String>)> {
         .enumerate()
         .map(|(place, (name, _))| (Key::Line(palette::engine(name), width(place)), text::engine(name)))
         .collect();
-    let top = MARGIN + legend(&mut scene, MARGIN, MARGIN - 6.0, &entries) + 14.0;
-    let panel = Panel { left: 60.0, top, right: WIDTH - MARGIN - 8.0, bottom: 296.0 };
+    let top = MARGIN + legend(&mut scene, MARGIN, MARGIN - 6.0, &entries) + 30.0;
+    let panel = Panel { left: 60.0, top, right: WIDTH - MARGIN - 8.0, bottom: 312.0 };
     let wide_range = smallest.is_some_and(|smallest| largest / smallest >= LOGARITHMIC_FROM);
     let y = if wide_range { Axis::logarithmic(finite(), panel.upwards()) } else { None }
         .unwrap_or_else(|| Axis::over(finite(), panel.upwards()));
@@ -38,9 +38,10 @@ pub(super) fn draw(view: &Losses) -> Option<(Scene, Vec<String>)> {
     vertical_axis(&mut scene, &panel, &y, "");
     horizontal_axis(&mut scene, &panel, &x, "step of the first round, warm-up included");
     let judged_text = format!("judged: first {} steps", view.judged.min(steps));
-    scene.text(Label::new(panel.left + 4.0, panel.top - 8.0, judged_text).size(SMALL).ink(Ink::MUTED));
+    scene.text(Label::new(panel.left + 4.0, panel.top - 9.0, judged_text).size(SMALL).ink(Ink::MUTED));
     scene.line((judged, panel.top), (judged, panel.bottom), Ink::MUTED, 1.0);
-    scene.text(Label::new(MARGIN, panel.top - 8.0, "loss").size(SMALL).ink(Ink::MUTED));
+    let name = Label::new(panel.left - 6.0, panel.top - 17.0, "loss");
+    scene.text(name.size(SMALL).ink(Ink::MUTED).align(Align::Right));
 
     let mut left_out = 0;
     for (place, (name, losses)) in view.engines.iter().enumerate() {

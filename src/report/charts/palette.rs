@@ -38,7 +38,7 @@ impl Ink {
 pub(super) fn engine(name: &str) -> Ink {
     match name {
         "single" => Ink(0x6B, 0x75, 0x80),
-        "single_per_card" => Ink(0xA3, 0xAC, 0xB5),
+        "single_per_card" => Ink(0x8C, 0x96, 0xA1),
         "dp" => Ink(0xD5, 0x5E, 0x00),
         "ddp" => Ink(0x00, 0x72, 0xB2),
         "torch_dp" => Ink(0xE6, 0x9F, 0x00),

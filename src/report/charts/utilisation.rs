@@ -9,7 +9,7 @@ use crate::report::text;
 use crate::report::view::{EngineTracks, OverTime, Point, Track, downsample};
 
 const GAP: f64 = 28.0;
-const TOP: f64 = 44.0;
+const TOP: f64 = 58.0;
 const BOTTOM: f64 = 44.0;
 const LEFT: f64 = 54.0;
 
@@ -18,18 +18,18 @@ pub(super) fn draw(view: &OverTime) -> Option<Scene> {
     view.values().next()?;
     let rows = view.engines.iter().map(|engine| engine.tracks.len()).max().unwrap_or(0);
     // Eight cards still fit a screen; more get low lanes rather than a page of their own.
-    let lane = (560.0 / rows as f64).clamp(44.0, 130.0);
-    let mut scene = Scene::new(WIDTH, TOP + lane * rows as f64 + BOTTOM);
+    let lane = (600.0 / rows as f64).clamp(60.0, 140.0);
+    let mut scene = Scene::new(WIDTH, TOP + lane * rows as f64 - 30.0 + BOTTOM);
     let columns = view.engines.len() as f64;
     let width = (WIDTH - LEFT - MARGIN - GAP * (columns - 1.0)) / columns;
     for (column, engine) in view.engines.iter().enumerate() {
         let left = LEFT + column as f64 * (width + GAP);
         let name = text::engine(engine.engine.name());
-        let title = Label::new(left, 20.0, name).size(15.0).bold().ink(palette::engine(engine.engine.name()));
+        let title = Label::new(left, 20.0, name).size(16.0).bold().ink(palette::engine(engine.engine.name()));
         scene.text(title);
         for (row, track) in engine.tracks.iter().enumerate() {
             let top = TOP + row as f64 * lane;
-            let panel = Panel { left, top, right: left + width, bottom: top + lane - 18.0 };
+            let panel = Panel { left, top, right: left + width, bottom: top + lane - 30.0 };
             let place = Place { first_column: column == 0, last_row: row + 1 == engine.tracks.len() };
             draw_lane(&mut scene, &panel, view.seconds(), engine, track, &place);
         }
@@ -57,7 +57,7 @@ fn draw_lane(
     let x = Axis::exactly_from_zero(seconds, panel.across());
     if place.first_column {
         let halves = [0.0, 50.0, 100.0].map(|percent| (percent, format!("{percent} %")));
-        for (percent, label) in &halves[if panel.height() < 60.0 { 1 } else { 0 }..] {
+        for (percent, label) in &halves[if panel.height() < 50.0 { 1 } else { 0 }..] {
             if let Some(at) = y.at(*percent) {
                 let label = Label::new(panel.left - 6.0, at, label.clone());
                 scene.text(label.size(SMALL).ink(Ink::MUTED).align(Align::Right));
@@ -84,10 +84,15 @@ fn draw_lane(
         }
     }
     let mean = track.mean.map(|mean| format!(": busy {mean:.0} % on average")).unwrap_or_default();
-    let label = Label::new(panel.left, panel.top - 8.0, format!("Card {}{mean}", track.card));
-    scene.text(label.size(SMALL).bold());
+    let label = Label::new(panel.left, panel.top - 10.0, format!("Card {}{mean}", track.card));
+    scene.text(label.bold());
+    let done = engine.borders.last().and_then(|end| x.at(*end)).unwrap_or(panel.right);
     if let Some(mean) = track.mean.and_then(|mean| y.at(mean)) {
-        scene.dashed((panel.left, mean), (panel.right, mean), Ink::TEXT, 1.0, 4.0);
+        scene.dashed((panel.left, mean), (done, mean), Ink::TEXT, 1.0, 4.0);
+    }
+    if panel.right - done > 60.0 {
+        let label = Label::new((done + panel.right) / 2.0, panel.top + panel.height() / 4.0, "done");
+        scene.text(label.size(SMALL).ink(Ink::MUTED).align(Align::Middle));
     }
     if place.last_row {
         for (tick, label) in x.ticks.iter().zip(x.labels()) {

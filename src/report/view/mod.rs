@@ -22,7 +22,8 @@ use crate::metrics::stats::CHECKED_STEPS;
 pub(super) struct View {
     pub(super) title: String,
     pub(super) verdict: Verdict,
-    pub(super) engines: Table,
+    pub(super) speed: Table,
+    pub(super) balance: Table,
     pub(super) cards: Table,
     pub(super) facts: Vec<Fact>,
     pub(super) warnings: Vec<Warning>,
@@ -76,7 +77,8 @@ impl View {
         Self {
             title: facts::title(results),
             verdict: verdict(results),
-            engines: tables::engines(results),
+            speed: tables::speed(results),
+            balance: tables::balance(results),
             cards: tables::cards(results),
             facts: facts::facts(results, run.samples.len()),
             warnings: results.warnings.clone(),

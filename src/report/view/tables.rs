@@ -14,8 +14,8 @@ pub(in crate::report) struct Table {
     pub(in crate::report) rows: Vec<Vec<String>>,
 }
 
-/// One line an engine.
-pub(in crate::report) fn engines(results: &Results) -> Table {
+/// How fast each engine was.
+pub(in crate::report) fn speed(results: &Results) -> Table {
     let header = [
         "Engine",
         "Cards",
@@ -25,6 +25,26 @@ pub(in crate::report) fn engines(results: &Results) -> Table {
         "95 % interval",
         "Step, ms",
         "5 to 95 %, ms",
+    ];
+    by_engine(results, &header, |record| {
+        let summary = record.summary.as_ref();
+        let spread = summary.map(|s| format!("{} to {}", number(s.step_ms.p5), number(s.step_ms.p95)));
+        vec![
+            record.cards.to_string(),
+            record.global_batch.to_string(),
+            record.batch_per_card.to_string(),
+            number_or_dash(summary.map(|s| s.samples_per_second.median)),
+            interval(summary.and_then(|s| s.samples_per_second.ci95)),
+            number_or_dash(summary.map(|s| s.step_ms.median)),
+            spread.unwrap_or_else(|| MISSING.to_owned()),
+        ]
+    })
+}
+
+/// How well each engine scales, how even its cards are and what communication costs.
+pub(in crate::report) fn balance(results: &Results) -> Table {
+    let header = [
+        "Engine",
         "Weak scaling",
         "Strong scaling",
         "Imbalance, busy",
@@ -34,36 +54,33 @@ pub(in crate::report) fn engines(results: &Results) -> Table {
         "Overlap",
         "Rounds",
     ];
-    let rows = text::engines_in_order(results).into_iter().map(|name| {
-        let record = &results.engines[name];
+    by_engine(results, &header, |record| {
+        let summary = record.summary.as_ref();
         let ok = ok_rounds(record);
         let over = |figure: fn(&Round) -> Option<f64>| {
-            median(&ok.iter().filter_map(|r| figure(r)).collect::<Vec<_>>())
+            median(&ok.iter().filter_map(|round| figure(round)).collect::<Vec<_>>())
         };
-        let summary = record.summary.as_ref();
         vec![
-            text::engine(name),
-            record.cards.to_string(),
-            record.global_batch.to_string(),
-            record.batch_per_card.to_string(),
-            number_or_dash(summary.map(|s| s.samples_per_second.median)),
-            interval(summary.and_then(|s| s.samples_per_second.ci95)),
-            number_or_dash(summary.map(|s| s.step_ms.median)),
-            summary.map_or_else(
-                || MISSING.to_owned(),
-                |s| format!("{} to {}", number(s.step_ms.p5), number(s.step_ms.p95)),
-            ),
             fixed_or_dash(summary.and_then(|s| s.scaling_efficiency.weak), 2),
             fixed_or_dash(summary.and_then(|s| s.scaling_efficiency.strong), 2),
             fixed_or_dash(summary.and_then(|s| s.imbalance.utilisation), 2),
             fixed_or_dash(summary.and_then(|s| s.imbalance.memory), 2),
-            number_or_dash(over(|r| r.communication_ms)),
-            number_or_dash(over(|r| r.exposed_communication_ms)),
-            percent_or_dash(over(|r| r.overlap).map(|overlap| overlap * 100.0)),
+            number_or_dash(over(|round| round.communication_ms)),
+            number_or_dash(over(|round| round.exposed_communication_ms)),
+            percent_or_dash(over(|round| round.overlap).map(|overlap| overlap * 100.0)),
             format!("{} of {}", ok.len(), record.rounds.len()),
         ]
+    })
+}
+
+/// A table with one line an engine: its name, and what `cells` says of it.
+fn by_engine(results: &Results, header: &[&str], cells: impl Fn(&EngineRecord) -> Vec<String>) -> Table {
+    let rows = text::engines_in_order(results).into_iter().map(|name| {
+        let mut row = vec![text::engine(name)];
+        row.extend(cells(&results.engines[name]));
+        row
     });
-    Table { header: header.map(str::to_owned).to_vec(), rows: rows.collect() }
+    Table { header: header.iter().map(|name| (*name).to_owned()).collect(), rows: rows.collect() }
 }
 
 /// One line a card of an engine; memory in one unit.
@@ -98,6 +115,15 @@ pub(in crate::report) fn cards(results: &Results) -> Table {
 }
 
 impl Table {
+    /// The first column and those whose names begin so; a name that is not there is passed over.
+    pub(in crate::report) fn columns(&self, names: &[&str]) -> Self {
+        let named =
+            names.iter().filter_map(|name| self.header.iter().position(|header| header.starts_with(name)));
+        let keep: Vec<usize> = std::iter::once(0).chain(named).collect();
+        let pick = |row: &Vec<String>| keep.iter().map(|column| row[*column].clone()).collect();
+        Self { header: pick(&self.header), rows: self.rows.iter().map(pick).collect() }
+    }
+
     /// Takes out a column in which nothing is known.
     fn drop_empty(&mut self, name: &str) {
         let Some(column) = self.header.iter().position(|header| header == name) else { return };
@@ -107,14 +133,6 @@ impl Table {
                 row.remove(column);
             }
         }
-    }
-
-    /// These columns only, by name; names that are not there are passed over.
-    pub(in crate::report) fn columns(&self, names: &[&str]) -> Self {
-        let keep: Vec<usize> =
-            names.iter().filter_map(|name| self.header.iter().position(|h| h.starts_with(name))).collect();
-        let pick = |row: &Vec<String>| keep.iter().map(|column| row[*column].clone()).collect();
-        Self { header: pick(&self.header), rows: self.rows.iter().map(pick).collect() }
     }
 }
 
