@@ -132,7 +132,7 @@ fn memory(results: &Results) -> Option<String> {
         (!rest.is_empty()).then(|| {
             let name = text::engine(kind.name());
             format!(
-                "under {name} card 0 held {} at its peak, {} {}",
+                "under {name} card 0 peaked at {} and {} at {}",
                 bytes(*first),
                 others(rest.len()),
                 span(&rest, show)

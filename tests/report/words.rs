@@ -58,7 +58,7 @@ fn cards_waiting_memory_and_the_kind_of_cards_are_put_into_words() {
         "card 1 waited 3",
         "of the DP step",
         "Under DDP the cards were evenly busy",
-        "Memory: under DP card 0 held 330",
+        "Memory: under DP card 0 peaked at 330",
         "not the magnitudes of GPUs",
         "Same answers: losses are equal to the last bit (single, dp, ddp: first 20 steps)",
         "Against one card with the same global batch of 64",

@@ -100,8 +100,8 @@ impl Check {
                 if difference.is_finite() {
                     self.max_difference = Some(self.max_difference.map_or(difference, |m| m.max(difference)));
                 }
-                // Written so that a NaN counts as disagreement.
-                if !(difference <= tolerance) {
+                // A NaN is no agreement.
+                if difference.is_nan() || difference > tolerance {
                     self.fault.get_or_insert_with(|| {
                         format!("round {round}, step {step}: loss {x} under {}, {y} under {}", a.0, b.0)
                     });

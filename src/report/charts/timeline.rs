@@ -16,7 +16,8 @@ const LEFT: f64 = 130.0;
 /// `None` without a measured step.
 pub(super) fn draw(view: &[Timeline]) -> Option<Scene> {
     let longest = view.iter().map(|timeline| timeline.length_ms).reduce(f64::max)?;
-    let used = |phase| view.iter().flat_map(|t| &t.lanes).flat_map(|l| &l.spans).any(|span| span.0 == phase);
+    let used =
+        |phase| view.iter().flat_map(|t| &t.lanes).flat_map(|l| &l.spans).any(|piece| piece.phase == phase);
     let mut scene = Scene::new(WIDTH, 0.0);
     let top = MARGIN + legend(&mut scene, MARGIN, MARGIN - 6.0, &phase_keys(used)) + 6.0;
     let height: f64 = view.iter().map(|t| HEADING + t.lanes.len() as f64 * LANE).sum::<f64>()
@@ -46,9 +47,9 @@ pub(super) fn draw(view: &[Timeline]) -> Option<Scene> {
             let label = Label::new(LEFT - 8.0, y + LANE / 2.0 - 2.0, label);
             scene.text(label.size(SMALL).ink(Ink::MUTED).align(Align::Right));
             scene.rect(LEFT, y, panel.width(), LANE - 4.0, Ink::LANE);
-            for (phase, start, length) in &lane.spans {
-                if let (Some(from), Some(to)) = (x.at(*start), x.at(start + length)) {
-                    bar(&mut scene, *phase, from, y, to - from, LANE - 4.0);
+            for piece in &lane.spans {
+                if let (Some(from), Some(to)) = (x.at(piece.start), x.at(piece.start + piece.length)) {
+                    bar(&mut scene, piece.phase, from, y, to - from, LANE - 4.0);
                 }
             }
             y += LANE;

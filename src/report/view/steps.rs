@@ -46,8 +46,16 @@ pub(in crate::report) struct Timeline {
 pub(in crate::report) struct Lane {
     pub(in crate::report) card: usize,
     pub(in crate::report) thread: Thread,
-    /// Phase, start and length in milliseconds since the step began.
-    pub(in crate::report) spans: Vec<(Phase, f64, f64)>,
+    /// In order of their starts.
+    pub(in crate::report) spans: Vec<Piece>,
+}
+
+/// A phase on a lane, in milliseconds since the step began.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(in crate::report) struct Piece {
+    pub(in crate::report) phase: Phase,
+    pub(in crate::report) start: f64,
+    pub(in crate::report) length: f64,
 }
 
 /// Which of a card's threads.
@@ -125,16 +133,16 @@ fn timeline(engine: EngineKind, round: usize, rows: &[&StepRow]) -> Option<Timel
     let mut by_length: Vec<(u64, u64, u64)> = walls.iter().map(|(step, (s, e))| (e - s, *step, *s)).collect();
     by_length.sort_unstable();
     let (length, step, zero) = *by_length.get(by_length.len() / 2)?;
-    let mut lanes: BTreeMap<(usize, Thread), Vec<(Phase, f64, f64)>> = BTreeMap::new();
+    let mut lanes: BTreeMap<(usize, Thread), Vec<Piece>> = BTreeMap::new();
     for row in rows.iter().filter(|row| row.step == step) {
         if let Some(phase) = phase_named(&row.phase) {
             let start = (row.start_ns as f64 - zero as f64) / 1e6;
-            let span = (phase, start, row.duration_ns as f64 / 1e6);
-            lanes.entry((row.card, thread_of(phase))).or_default().push(span);
+            let piece = Piece { phase, start, length: row.duration_ns as f64 / 1e6 };
+            lanes.entry((row.card, thread_of(phase))).or_default().push(piece);
         }
     }
     let lanes = lanes.into_iter().map(|((card, thread), mut spans)| {
-        spans.sort_by(|a, b| a.1.total_cmp(&b.1));
+        spans.sort_by(|a, b| a.start.total_cmp(&b.start));
         Lane { card, thread, spans }
     });
     Some(Timeline { engine, round, step, length_ms: length as f64 / 1e6, lanes: lanes.collect() })

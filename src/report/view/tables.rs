@@ -1,6 +1,6 @@
 //! The tables: engines, and cards of engines.
 
-use crate::metrics::record::{EngineRecord, Results, Round, RoundStatus};
+use crate::metrics::record::{CardKind, EngineRecord, Results, Round, RoundStatus};
 use crate::metrics::stats::median;
 use crate::report::text::{
     self, MISSING, fixed_or_dash, memory_unit, number, number_or_dash, percent_or_dash,
@@ -43,6 +43,7 @@ pub(in crate::report) fn speed(results: &Results) -> Table {
 
 /// How well each engine scales, how even its cards are and what communication costs.
 pub(in crate::report) fn balance(results: &Results) -> Table {
+    let virtual_cards = results.environment.cards.iter().any(|card| card.kind == CardKind::Virtual);
     let header = [
         "Engine",
         "Weak scaling",
@@ -51,7 +52,8 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
         "Imbalance, memory",
         "Comm., ms",
         "Exposed, ms",
-        "Overlap",
+        // The communication thread of a virtual card shares its cores: what it hides there is not free.
+        if virtual_cards { "Overlap, wall-clock" } else { "Overlap" },
         "Rounds",
     ];
     by_engine(results, &header, |record| {
