@@ -163,7 +163,7 @@ mod tests {
         let axis = Axis::from_zero(0.7, (0.0, 100.0));
         assert_eq!(axis.labels(), ["0.0", "0.2", "0.4", "0.6", "0.8"]);
         let axis = Axis::over([2.1, 2.34], (0.0, 100.0));
-        assert_eq!(axis.labels(), ["2.10", "2.20", "2.30", "2.40"]);
+        assert_eq!(axis.labels(), ["2.10", "2.15", "2.20", "2.25", "2.30", "2.35"]);
         assert_eq!(Axis::exactly_from_zero(3.3, (0.0, 100.0)).labels(), ["0", "1", "2", "3"]);
     }
 
