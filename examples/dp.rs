@@ -7,7 +7,7 @@
 #![expect(clippy::print_stdout, reason = "a script talks to whoever runs it")]
 
 use dp_vs_ddp::Result;
-use dp_vs_ddp::card::{available_cores, virtual_cards};
+use dp_vs_ddp::card::{available_cores, pin_current_thread, virtual_cards};
 use dp_vs_ddp::config::{DataSource, OptimizerPlan};
 use dp_vs_ddp::data::{self, Cut, Loader, LoaderOptions, Part};
 use dp_vs_ddp::dp::{DataParallel, Options};
@@ -70,7 +70,9 @@ fn main() -> Result<()> {
     )?;
 
     // One model a card; the first card's is the one that is trained, the others get its weights each step.
+    // This thread works for the first card, so it goes where that card is; the others pin themselves.
     let cards = virtual_cards(&available_cores()?, CARDS, 1);
+    pin_current_thread(&cards[0].cores)?;
     let mut parallel =
         DataParallel::new(&cards, Options::default(), |_card| Ok(Box::new(Net::new()) as Box<dyn Model>))?;
     let plan = OptimizerPlan::Sgd { lr: 0.05, momentum: 0.9, weight_decay: 0.0 };

@@ -1,5 +1,6 @@
 //! `single` and `dp` through the run loop, on the real models and data: the same losses, the same weights.
 #![cfg(feature = "engines")]
+#![allow(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
 
 use dp_vs_ddp::Result;
 use dp_vs_ddp::card::{Cores, VirtualCard};

@@ -1,6 +1,7 @@
 //! Memory of the cards under `dp`: counted for the card whose thread asked, and flat over the steps. In a
 //! process of its own, because the counting allocator is one for the whole process.
 #![cfg(feature = "engines")]
+#![allow(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
 
 use dp_vs_ddp::card::{Cores, Meter, VirtualCard};
 use dp_vs_ddp::config::{ModelPlan, OptimizerPlan};

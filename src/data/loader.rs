@@ -180,7 +180,7 @@ impl Schedule {
                 "batches of {size} samples for {world_size} cards: both must be 1 or more"
             )));
         }
-        if let Part::Rank(rank) = part.clone()
+        if let Part::Rank(rank) = part
             && rank >= world_size
         {
             return Err(Error::usage(format!("rank {rank} of a world of {world_size}")));

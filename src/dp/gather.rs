@@ -54,7 +54,7 @@ pub(super) enum Layout {
     Scalars,
 }
 
-/// One tensor from the outputs of `cards`, which must agree in all but their rows. The result is a leaf.
+/// One tensor from the outputs of `cards`, which must agree in all but their rows.
 pub(super) fn gather(outputs: &[Tensor], cards: &[usize]) -> Result<(Tensor, Layout)> {
     let Some(first) = outputs.first() else {
         return Err(Error::usage("there are no outputs to gather"));

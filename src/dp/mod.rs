@@ -66,7 +66,9 @@ impl Default for Options {
 /// not called. One card, or one row, takes the plain path: no copies, no threads.
 ///
 /// What is defined beyond PyTorch, or differs:
-/// - A model returns one tensor. Scalars are stacked ([`Gathered::weighted_mean`]).
+/// - A model returns one tensor, not a structure of them: what differs between cards in more than its rows is
+///   an error that names the card. Scalars are stacked ([`Gathered::weighted_mean`]), so a model with several
+///   outputs can compute its own loss from them.
 /// - Replicas live as long as this value, so what a model counts in fields of its own counts on, on each card
 ///   for the forwards of that card. State that training needs belongs into buffers: those are copied from
 ///   card 0 before every forward, and what card 0's forward writes to its own is kept, the rest dropped.
@@ -205,44 +207,56 @@ impl DataParallel {
 
     fn run_forward(&mut self, input: &Tensor, mode: Mode, recorder: &mut Recorder) -> Result<Gathered> {
         self.pending = None;
-        let mut chunks =
-            recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len()))?.into_iter();
-        let rows = chunks.as_slice().iter().map(|chunk| chunk.size()[0] as usize).collect::<Vec<_>>();
-        let helpers = rows.len() - 1;
-        if let Some(flat) = self.flat.as_ref().filter(|_| helpers > 0) {
+        let chunks = recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len()))?;
+        let rows = chunks.iter().map(|chunk| chunk.size()[0] as usize).collect::<Vec<_>>();
+        if let Some(flat) = self.flat.as_ref().filter(|_| rows.len() > 1) {
             recorder.time(Phase::Replicate, || flat.update(&mut self.snapshot))?;
         }
+        let (own, others) = self.parallel_apply(chunks, mode, recorder)?;
+        let output = if others.is_empty() {
+            self.pending = (mode == Mode::Train).then_some(Pending::Plain);
+            own
+        } else {
+            recorder.time(Phase::Gather, || self.gather(own, others, mode))?
+        };
+        Ok(Gathered { output, rows })
+    }
+
+    /// Forward on as many cards as there are chunks: card 0's output and the data of the others'.
+    fn parallel_apply(
+        &mut self,
+        chunks: Vec<Tensor>,
+        mode: Mode,
+        recorder: &mut Recorder,
+    ) -> Result<(Tensor, Vec<Tensor>)> {
+        let helpers = chunks.len() - 1;
+        let mut chunks = chunks.into_iter();
         let first = chunks.next();
         for (replica, chunk) in self.replicas.iter_mut().zip(chunks) {
             replica.forward(recorder.step(), chunk, mode)?;
         }
-        let own = timed(recorder, self.options.inject.as_ref(), Phase::Forward, || {
-            apply::guarded(|| apply::forward(&*self.model, first.as_ref().unwrap_or(input), mode))
+        let own = timed(recorder, self.options.inject.as_ref(), Phase::Forward, || match &first {
+            Some(chunk) => apply::guarded(|| apply::forward(&*self.model, chunk, mode)),
+            None => Err(Error::usage("a forward without rows")),
         });
         let own = self.on_first_card(own);
-        let outputs = recorder.time(Phase::Wait, || {
+        let others = recorder.time(Phase::Wait, || {
             self.collect_from(helpers, |replica, waiter, spans| replica.output(waiter, spans))
         });
-        // Own error first: card 0 comes first in card order. The others have been waited for by now.
-        let (own, others) = (own?, outputs?);
-        if others.is_empty() {
-            self.pending = (mode == Mode::Train).then_some(Pending::Plain);
-            return Ok(Gathered { output: own, rows });
-        }
-        let (output, layout) = recorder.time(Phase::Gather, || -> Result<_> {
-            let mut outputs = vec![own.f_detach()?];
-            outputs.extend(others);
-            gather::gather(&outputs, &self.cards)
-        })?;
+        // Only now that all have been waited for may the first card's error end the step.
+        Ok((own?, others?))
+    }
+
+    /// One output from those of several cards; in training a leaf, from which backward starts.
+    fn gather(&mut self, own: Tensor, others: Vec<Tensor>, mode: Mode) -> Result<Tensor> {
+        let mut outputs = vec![own.f_detach()?];
+        outputs.extend(others);
+        let (output, layout) = gather::gather(&outputs, &self.cards)?;
         if mode == Mode::Train {
-            let leaf = if output.is_floating_point() {
-                output.f_set_requires_grad(true)?
-            } else {
-                output.shallow_clone()
-            };
+            let leaf = output.f_set_requires_grad(output.is_floating_point())?;
             self.pending = Some(Pending::Gathered { leaf, own, layout });
         }
-        Ok(Gathered { output, rows })
+        Ok(output)
     }
 
     /// From the loss to the gradient of the gathered output, on card 0 alone.
@@ -293,7 +307,7 @@ impl DataParallel {
             None => Ok(()),
         });
         let own = self.on_first_card(own);
-        let parameters: Vec<Tensor> = self.parameters();
+        let parameters = self.parameters();
         let others = self.collect_from(helpers, |replica, waiter, spans| {
             let gradients = recorder.time(Phase::Wait, || replica.gradients(waiter, spans))?;
             recorder.time(Phase::Reduce, || reduce::add(&parameters, &gradients))
