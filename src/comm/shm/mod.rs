@@ -78,9 +78,15 @@ enum Peer {
 }
 
 impl Shm {
-    /// Joins the group. Rank 0 makes it; the others wait for rank 0 as long as the rendezvous does.
-    /// Does not wait for all to have joined: the first collective does.
+    /// Joins the group, and returns once all ranks have: the rendezvous may go then. Rank 0 makes the
+    /// group; the others wait for rank 0 as long as the rendezvous does.
     pub fn connect(member: Member, rendezvous: &dyn Rendezvous) -> Result<Self> {
+        let mut shm = Self::enter(member, rendezvous)?;
+        shm.meet(Tag::plain(Operation::Join))?;
+        Ok(shm)
+    }
+
+    fn enter(member: Member, rendezvous: &dyn Rendezvous) -> Result<Self> {
         if member.rank >= member.world_size {
             let what = format!("rank {} does not exist in a group of {}", member.rank, member.world_size);
             return Err(Error::usage(what).hint("RANK goes from 0 to WORLD_SIZE - 1"));
@@ -100,7 +106,7 @@ impl Shm {
     pub fn threads(world_size: usize, deadline: Duration) -> Result<Vec<Self>> {
         let board = Board::new(deadline);
         (0..world_size)
-            .map(|rank| Self::connect(Member { rank, world_size, deadline, meter: None }, &board))
+            .map(|rank| Self::enter(Member { rank, world_size, deadline, meter: None }, &board))
             .collect()
     }
 

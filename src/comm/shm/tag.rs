@@ -7,7 +7,7 @@ use tch::Kind;
 /// Which collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
-    /// Nothing yet.
+    /// Before the first collective.
     Join = 0,
     Allocate = 1,
     AllReduce = 2,
@@ -99,7 +99,7 @@ impl fmt::Display for Tag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { len, kind, buffer, root, .. } = self;
         match self.operation {
-            Operation::Join => write!(f, "nothing yet"),
+            Operation::Join => write!(f, "join"),
             Operation::Allocate => write!(f, "allocate of {len} {kind:?}"),
             Operation::AllReduce => write!(f, "all_reduce of {len} {kind:?} (buffer {buffer})"),
             Operation::Broadcast => {

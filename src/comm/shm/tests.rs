@@ -106,9 +106,8 @@ fn a_late_rank_is_named_with_the_number_of_the_collective() {
 #[test]
 fn a_rank_that_never_joins_is_named() {
     let member = Member { rank: 0, world_size: 2, deadline: Duration::from_millis(50), meter: None };
-    let mut alone = Shm::connect(member, &Board::new(PATIENCE)).unwrap();
-    let text = alone.barrier().unwrap_err().to_string();
-    assert!(text.contains("rank 1 (never joined) had not arrived at collective 1"), "{text}");
+    let text = Shm::connect(member, &Board::new(PATIENCE)).unwrap_err().to_string();
+    assert!(text.starts_with("rank 1 (never joined) had not arrived at collective 0 (join) after "), "{text}");
 }
 
 #[test]
@@ -174,13 +173,13 @@ fn a_rank_that_leaves_is_noticed_long_before_the_deadline() {
 fn a_rank_number_is_given_once_and_must_exist() {
     let board = Board::new(PATIENCE);
     let member = |rank| Member { rank, world_size: 2, deadline: PATIENCE, meter: None };
-    let _first = Shm::connect(member(0), &board).unwrap();
-    let _second = Shm::connect(member(1), &board).unwrap();
-    let error = Shm::connect(member(1), &board).unwrap_err();
+    let _first = Shm::enter(member(0), &board).unwrap();
+    let _second = Shm::enter(member(1), &board).unwrap();
+    let error = Shm::enter(member(1), &board).unwrap_err();
     assert!(error.to_string().starts_with("rank 1 is taken by process "), "{error}");
-    assert!(Shm::connect(member(2), &board).is_err());
+    assert!(Shm::enter(member(2), &board).is_err());
     let other = Member { rank: 1, world_size: 3, deadline: PATIENCE, meter: None };
-    let error = Shm::connect(other, &board).unwrap_err();
+    let error = Shm::enter(other, &board).unwrap_err();
     assert!(error.to_string().ends_with("is for 2 ranks, this rank was told 3"), "{error}");
 }
 
