@@ -136,8 +136,8 @@ fn train(collective: Box<dyn Collective>) -> Result<(Vec<u32>, Vec<f32>)> {
             });
         }
     }
-    let weights = ddp.parameters().iter().flat_map(|p| Vec::<f32>::try_from(p.detach().view([-1])).unwrap());
-    let weights: Vec<f32> = weights.collect();
+    let values = |p: Tensor| Vec::<f32>::try_from(p.detach().view([-1])).unwrap();
+    let weights: Vec<f32> = ddp.parameters().into_iter().flat_map(values).collect();
     Ok((weights.iter().map(|weight| weight.to_bits()).collect(), weights))
 }
 

@@ -81,14 +81,15 @@ pub(super) fn items<'a>(entries: impl IntoIterator<Item = &'a Named>) -> Result<
         .collect()
 }
 
-/// A flat tensor cut into the shapes of others, in order. Each piece is a tensor of its own.
+/// A flat tensor cut into the shapes of others, in order. Each piece is a tensor of its own, and none is a
+/// view to autograd: tch's `Tensor::zero_grad` detaches gradients in place, which views refuse.
 pub(super) fn views(flat: &Tensor, shapes: impl IntoIterator<Item = Vec<i64>>) -> Result<Vec<Tensor>> {
     let mut offset = 0;
     shapes
         .into_iter()
         .map(|shape| {
             let len = shape.iter().product();
-            let view = flat.f_narrow(0, offset, len)?.f_view(shape.as_slice())?;
+            let view = flat.f_narrow(0, offset, len)?.f_view(shape.as_slice())?.f_detach()?;
             offset += len;
             Ok(view)
         })

@@ -668,9 +668,22 @@ fn buckets_are_planned_anew_in_the_order_of_arrival_and_keep_what_was_accumulate
 }
 
 #[test]
+fn gradients_can_be_zeroed_in_place_as_tch_does() {
+    for options in ways() {
+        let mut ddp = DistributedDataParallel::new(mlp(0), Box::new(Local::new()), options).unwrap();
+        let mut gradients = Vec::new();
+        for _ in 0..2 {
+            let loss = ddp.forward(|toy| Ok(mlp_forward(toy, &noise(&[2, 6], 1)).sum(Kind::Float))).unwrap();
+            ddp.backward(&loss).unwrap();
+            gradients.push(ddp.parameters().iter().flat_map(|p| floats(&p.grad())).collect::<Vec<_>>());
+            ddp.parameters().iter_mut().for_each(Tensor::zero_grad);
+        }
+        assert_eq!(gradients[0], gradients[1]);
+    }
+}
+
+#[test]
 fn gradients_survive_the_wrapper() {
-    let toy = Toy::default().with("w", noise(&[4], 0));
-    let weight = toy.get("w");
     let all = ranks(2, |_, collective| {
         let toy = Toy::default().with("w", noise(&[4], 0));
         let weight = toy.get("w");
@@ -681,7 +694,6 @@ fn gradients_survive_the_wrapper() {
         floats(&grad(&weight).unwrap())
     });
     assert_eq!(all, [vec![3.0; 4], vec![3.0; 4]]);
-    drop(weight);
 }
 
 #[test]

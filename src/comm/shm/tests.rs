@@ -107,7 +107,10 @@ fn a_late_rank_is_named_with_the_number_of_the_collective() {
 fn a_rank_that_never_joins_is_named() {
     let member = Member { rank: 0, world_size: 2, deadline: Duration::from_millis(50), meter: None };
     let text = Shm::connect(member, &Board::new(PATIENCE)).unwrap_err().to_string();
-    assert!(text.starts_with("rank 1 (never joined) had not arrived at collective 0 (join) after "), "{text}");
+    assert!(
+        text.starts_with("rank 1 (never joined) had not arrived at collective 0 (join) after "),
+        "{text}"
+    );
 }
 
 #[test]
