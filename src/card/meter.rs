@@ -57,7 +57,7 @@ impl Meter {
     /// Maps counters that another process made: a path as in `/proc/PID/fd/N`.
     pub fn open(path: &std::path::Path) -> Result<Self> {
         let memory = SharedMemory::open(path)?;
-        if memory.len() % size_of::<CardMeter>() != 0 {
+        if !memory.len().is_multiple_of(size_of::<CardMeter>()) {
             let what = format!(
                 "`{}` holds {} bytes, which is no whole number of card counters ({} bytes each)",
                 path.display(),

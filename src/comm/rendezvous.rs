@@ -29,27 +29,33 @@ impl Rendezvous for Store {
 /// The exchange of ranks that are threads of one process.
 #[derive(Debug, Clone)]
 pub struct Board {
-    values: Arc<(Mutex<BTreeMap<String, Vec<u8>>>, Condvar)>,
+    shared: Arc<Shared>,
     deadline: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    values: Mutex<BTreeMap<String, Vec<u8>>>,
+    changed: Condvar,
 }
 
 impl Board {
     /// An empty one; clones share it.
     pub fn new(deadline: Duration) -> Self {
-        Self { values: Arc::default(), deadline }
+        Self { shared: Arc::default(), deadline }
     }
 }
 
 impl Rendezvous for Board {
     fn publish(&self, key: &str, value: &[u8]) -> Result<()> {
-        let (values, changed) = &*self.values;
+        let Shared { values, changed } = &*self.shared;
         values.lock().unwrap_or_else(PoisonError::into_inner).insert(key.to_owned(), value.to_owned());
         changed.notify_all();
         Ok(())
     }
 
     fn fetch(&self, key: &str) -> Result<Vec<u8>> {
-        let (values, changed) = &*self.values;
+        let Shared { values, changed } = &*self.shared;
         let values = values.lock().unwrap_or_else(PoisonError::into_inner);
         let (values, _) = changed
             .wait_timeout_while(values, self.deadline, |values| !values.contains_key(key))

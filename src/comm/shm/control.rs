@@ -159,7 +159,7 @@ impl Control {
     }
 
     pub(super) fn slots(&self) -> &[Slot] {
-        const { assert!(size_of::<Header>() % align_of::<Slot>() == 0) };
+        const { assert!(size_of::<Header>().is_multiple_of(align_of::<Slot>())) };
         // SAFETY: the slots follow the header, aligned (asserted) and inside the mapping, whose length
         // both makers tie to `world_size`; slots are atomics only.
         unsafe {
@@ -182,7 +182,8 @@ impl Control {
     pub(super) fn abort(&self, rank: Option<usize>, kind: Kind, reason: &str) {
         let header = self.header();
         if header.abort.compare_exchange(0, 1, AcqRel, Relaxed).is_ok() {
-            let end = reason.floor_char_boundary(REASON);
+            // A character cut in two is read back as a replacement mark.
+            let end = reason.len().min(REASON);
             for (cell, byte) in header.reason.iter().zip(&reason.as_bytes()[..end]) {
                 cell.store(*byte, Relaxed);
             }
