@@ -3,10 +3,12 @@
 //! A card is one unit that holds a replica: a CUDA device, or a virtual card (a set of CPU cores with
 //! its own accounting). This module knows no engine and no libtorch.
 
+mod cpu_clock;
 mod meter;
 mod shared;
 mod virtual_card;
 
+pub use cpu_clock::thread_cpu_clock;
 pub use meter::{CardMeter, Meter};
 pub use shared::SharedMemory;
 pub use virtual_card::{Cores, Topology, VirtualCard, available_cores, pin_current_thread, virtual_cards};

@@ -77,7 +77,7 @@ pub(crate) struct RunFlags {
     pub(crate) set: Vec<String>,
 
     /// Seconds that workers get to end by themselves before they are killed, when the run is stopped
-    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) grace: f64,
 
     /// Print the results as JSON in place of tables

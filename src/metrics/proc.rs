@@ -4,6 +4,7 @@
 //! for it. OpenMP's threads inherit the name of the thread that made them. Works on any process of the
 //! same user; a figure of a thread that is running may be one scheduler tick (some ms) old.
 
+use crate::card::thread_cpu_clock;
 use crate::units::Nanos;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -41,13 +42,11 @@ pub fn card_threads(process: &Path) -> io::Result<Vec<ThreadCpu>> {
     Ok(threads)
 }
 
-/// The calling process's CPU time for one card, exact for threads that are not running and for the
-/// calling thread itself.
+/// The calling process's CPU time for one card, exact also for threads that are running.
 pub fn own_card_cpu(card: usize) -> io::Result<Nanos> {
-    // Asking for its clock makes the kernel bring this thread's account up to date.
-    let _ = Nanos::thread_cpu();
     let threads = card_threads(Path::new("/proc/self"))?;
-    Ok(Nanos(threads.iter().filter(|thread| thread.card == card).map(|thread| thread.on_cpu.0).sum()))
+    let mine = threads.iter().filter(|thread| thread.card == card);
+    Ok(Nanos(mine.map(|thread| thread_cpu_clock(thread.tid).unwrap_or(thread.on_cpu).0).sum()))
 }
 
 /// The card in a thread name: `card<N>` or `comm<N>`.
