@@ -27,7 +27,7 @@ impl Printer {
 
     /// How it goes.
     pub(crate) fn status(&self, text: &str) {
-        self.to_stderr(text);
+        self.write_aside(text);
     }
 
     pub(crate) fn warning(&self, warning: &Warning) {
@@ -54,10 +54,10 @@ impl Printer {
         if let Some(hint) = hint {
             lines.push_str(&format!("\n\n{}: {hint}", paint("36", "hint")));
         }
-        self.to_stderr(&lines);
+        self.write_aside(&lines);
     }
 
-    fn to_stderr(&self, text: &str) {
+    fn write_aside(&self, text: &str) {
         let _ = writeln!(std::io::stderr().lock(), "{text}");
     }
 }

@@ -220,20 +220,14 @@ fn communication(engine: EngineKind, spans: &[Span], card_steps: usize) -> Commu
 /// Time during which a card was both in an all-reduce and waiting. Spans of one phase on one card do
 /// not overlap each other: each comes from one thread.
 fn waited_for_all_reduce(spans: &[Span]) -> u64 {
-    let mut by_card_and_step: BTreeMap<(usize, u64), (Vec<&Span>, Vec<&Span>)> = BTreeMap::new();
-    for span in spans {
-        let (reduces, waits) = by_card_and_step.entry((span.card, span.step)).or_default();
-        match span.phase {
-            Phase::AllReduce => reduces.push(span),
-            Phase::Wait => waits.push(span),
-            _ => {}
-        }
+    let of = |phase| spans.iter().filter(move |span| span.phase == phase);
+    let mut waits: BTreeMap<(usize, u64), Vec<&Span>> = BTreeMap::new();
+    for wait in of(Phase::Wait) {
+        waits.entry((wait.card, wait.step)).or_default().push(wait);
     }
-    by_card_and_step
-        .values()
-        .flat_map(|(reduces, waits)| {
-            reduces.iter().flat_map(|reduce| waits.iter().map(|wait| common(reduce, wait)))
-        })
+    of(Phase::AllReduce)
+        .filter_map(|reduce| Some((reduce, waits.get(&(reduce.card, reduce.step))?)))
+        .flat_map(|(reduce, waits)| waits.iter().map(|wait| common(reduce, wait)))
         .sum()
 }
 

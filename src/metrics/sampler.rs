@@ -128,11 +128,8 @@ fn watch(
     let mut account = Account::default();
     let mut meters: Vec<_> = subject.cards.iter().map(|card| Utilisation::new(card.cores)).collect();
     let mut threads = BTreeMap::new();
-    loop {
-        match stopped.recv_timeout(Duration::from_nanos(deadline.since(Nanos::now()).0)) {
-            Err(RecvTimeoutError::Timeout) => {}
-            Ok(()) | Err(RecvTimeoutError::Disconnected) => break,
-        }
+    // The sender is dropped when it is time to stop.
+    while stopped.recv_timeout(left_until(deadline)) == Err(RecvTimeoutError::Timeout) {
         account.ticks += 1;
         read_threads(&subject.pids, &mut threads);
         for (card, utilisation) in subject.cards.iter().zip(&mut meters) {
@@ -149,6 +146,10 @@ fn watch(
     account.cpu = Nanos::thread_cpu().since(cpu_before);
     account.wall = Nanos::now().since(start);
     account
+}
+
+fn left_until(deadline: Nanos) -> Duration {
+    Duration::from_nanos(deadline.since(Nanos::now()).0)
 }
 
 /// CPU time by process and thread. A thread that ended keeps its last figure: what it did was done.
