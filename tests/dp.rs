@@ -181,7 +181,7 @@ fn every_phase_of_every_card_is_told() {
     let (plan, source) = mlp();
     let ModelPlan::Mlp { input, classes, .. } = plan else { panic!("an mlp") };
     let setup = (ModelPlan::Mlp { input, hidden: 1024, classes }, source);
-    let events = run(&mut dp(&setup, SGD, 2), loader(&setup, 2, Cut::PerRank(16)), 4).unwrap();
+    let events = run(&mut dp(&setup, SGD, 2), loader(&setup, 2, Cut::PerRank(16)), 12).unwrap();
     let step = &events[2];
     let has = |card, phase| {
         step.spans.iter().any(|span| span.card == card && span.phase == phase && span.step == 2)
@@ -201,10 +201,14 @@ fn every_phase_of_every_card_is_told() {
     assert!(by_card_0.iter().all(|phase| has(0, *phase)), "{:?}", step.spans);
     let by_card_1 = [Phase::Wait, Phase::Scatter, Phase::Replicate, Phase::Forward, Phase::Backward];
     assert!(by_card_1.iter().all(|phase| has(1, *phase)), "{:?}", step.spans);
-    // The calling thread's phases fill the step but for bookkeeping.
-    let told: u64 = step.spans.iter().filter(|span| span.card == 0).map(|span| span.duration.0).sum();
-    let whole = step.end.since(step.start).0;
-    assert!(told <= whole && told * 10 >= whole * 8, "{told} ns of {whole} ns");
+    // The calling thread's phases fill a step but for bookkeeping. Judged by the best step: on a busy machine
+    // the thread may lose its core between two phases.
+    let filled = events.iter().map(|event| {
+        let own = event.spans.iter().filter(|span| span.card == 0);
+        own.map(|span| span.duration.0).sum::<u64>() as f64 / event.end.since(event.start).0 as f64
+    });
+    let best = filled.fold(0.0, f64::max);
+    assert!((0.9..=1.0).contains(&best), "{best}");
 }
 
 #[test]

@@ -310,7 +310,7 @@ impl DataParallel {
         let parameters = self.parameters();
         let others = self.collect_from(helpers, |replica, waiter, spans| {
             let gradients = recorder.time(Phase::Wait, || replica.gradients(waiter, spans))?;
-            recorder.time(Phase::Reduce, || reduce::add(&parameters, &gradients))
+            recorder.time(Phase::Reduce, || reduce::add(&parameters, gradients))
         });
         own?;
         others.map(drop)

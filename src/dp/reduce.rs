@@ -10,14 +10,14 @@ use crate::torch::{grad, no_grad};
 use tch::Tensor;
 
 /// Adds one replica's gradients to those of `parameters` (card 0's, in the same order). A parameter that
-/// took no part on either card keeps no gradient.
-pub(super) fn add(parameters: &[Tensor], replica: &[Option<Tensor>]) -> Result<()> {
+/// took no part on either card keeps no gradient. Taken by value: giving their memory back is part of it.
+pub(super) fn add(parameters: &[Tensor], replica: Vec<Option<Tensor>>) -> Result<()> {
     no_grad(|| {
         for (parameter, theirs) in parameters.iter().zip(replica) {
             match (grad::grad(parameter), theirs) {
                 (_, None) => {}
-                (Some(mut ours), Some(theirs)) => drop(ours.f_add_(theirs)?),
-                (None, Some(theirs)) => grad::set_grad(parameter, Some(&fetch(theirs)?))?,
+                (Some(mut ours), Some(theirs)) => drop(ours.f_add_(&theirs)?),
+                (None, Some(theirs)) => grad::set_grad(parameter, Some(&fetch(&theirs)?))?,
             }
         }
         Ok(())
@@ -59,7 +59,7 @@ mod tests {
     fn missing_gradients_are_zero_for_the_sum_and_stay_missing_where_nobody_has_one() {
         let ours = [parameter(Some(1.0)), parameter(None), parameter(Some(2.0)), parameter(None)];
         let theirs = [parameter(Some(10.0)), parameter(Some(20.0)), parameter(None), parameter(None)];
-        add(&ours, &take(&theirs).unwrap()).unwrap();
+        add(&ours, take(&theirs).unwrap()).unwrap();
         assert_eq!(gradients(&ours), [Some(11.0), Some(20.0), Some(2.0), None]);
         assert_eq!(gradients(&theirs), [None; 4]);
     }
