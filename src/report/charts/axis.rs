@@ -93,7 +93,7 @@ impl Axis {
 
 /// Decimals that tell neighbours `step` apart.
 fn decimals(step: f64) -> usize {
-    if step.is_finite() && step > 0.0 { (-step.log10() + 1e-9).ceil().clamp(0.0, 8.0) as usize } else { 0 }
+    if step.is_finite() && step > 0.0 { (-step.log10() - 1e-9).ceil().clamp(0.0, 8.0) as usize } else { 0 }
 }
 
 /// The smallest of 1, 2, 5 times a power of ten that is not below `rough`.

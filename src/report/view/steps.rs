@@ -134,10 +134,13 @@ fn timeline(engine: EngineKind, round: usize, rows: &[&StepRow]) -> Option<Timel
     by_length.sort_unstable();
     let (length, step, zero) = *by_length.get(by_length.len() / 2)?;
     let mut lanes: BTreeMap<(usize, Thread), Vec<Piece>> = BTreeMap::new();
-    for row in rows.iter().filter(|row| row.step == step) {
-        if let Some(phase) = phase_named(&row.phase) {
-            let start = (row.start_ns as f64 - zero as f64) / 1e6;
-            let piece = Piece { phase, start, length: row.duration_ns as f64 / 1e6 };
+    let end = zero + length;
+    for row in rows {
+        // By time, not by number: a replica's last wait of a step ends in the next one and is counted there.
+        let (from, to) = (row.start_ns.max(zero), row.start_ns.saturating_add(row.duration_ns).min(end));
+        if let Some(phase) = phase_named(&row.phase).filter(|_| from < to) {
+            let ms = |ns: u64| ns as f64 / 1e6;
+            let piece = Piece { phase, start: ms(from - zero), length: ms(to - from) };
             lanes.entry((row.card, thread_of(phase))).or_default().push(piece);
         }
     }
@@ -160,4 +163,41 @@ fn measured<'a>(
         .map(|record| (0..record.rounds.len()).filter(|round| is_ok(results, engine, *round)).collect())
         .unwrap_or_default();
     steps.iter().filter(move |row| row.engine == engine && row.step >= warmup && rounds.contains(&row.round))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(card: usize, step: u64, phase: &str, start_ms: u64, length_ms: u64) -> StepRow {
+        StepRow {
+            engine: EngineKind::Dp,
+            round: 0,
+            rank: 0,
+            card,
+            step,
+            phase: phase.to_owned(),
+            start_ns: start_ms * 1_000_000,
+            duration_ns: length_ms * 1_000_000,
+            samples: None,
+        }
+    }
+
+    #[test]
+    fn a_wait_that_ends_in_the_next_step_is_seen_in_both_and_cut_at_their_border() {
+        let rows = [
+            row(0, 0, "step", 100, 10),
+            row(0, 0, "forward", 100, 10),
+            row(1, 0, "forward", 100, 4),
+            row(1, 1, "wait", 104, 8),
+            row(0, 1, "step", 110, 20),
+        ];
+        let rows: Vec<&StepRow> = rows.iter().collect();
+        // Of two steps the longer is the upper median: 20 ms from 110 on.
+        let late = timeline(EngineKind::Dp, 0, &rows).unwrap();
+        assert_eq!((late.step, late.length_ms), (1, 20.0));
+        assert_eq!(late.lanes[0].spans, [Piece { phase: Phase::Wait, start: 0.0, length: 2.0 }]);
+        let early = timeline(EngineKind::Dp, 0, &rows[..4]).unwrap();
+        assert_eq!(early.lanes[1].spans[1], Piece { phase: Phase::Wait, start: 4.0, length: 6.0 });
+    }
 }
