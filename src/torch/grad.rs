@@ -11,8 +11,10 @@ use std::ptr::{null, null_mut};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 use tch::Tensor;
 
+type Ready = Box<dyn FnMut() -> Result<()> + Send>;
+
 /// Shared by a [`Hook`] and its C++ side; emptied when the [`Hook`] is dropped.
-struct Slot(Mutex<Option<Box<dyn FnMut() -> Result<()> + Send>>>);
+struct Slot(Mutex<Option<Ready>>);
 
 /// Keeps a gradient hook alive; dropping it removes the hook, once a call that is running has ended.
 ///
