@@ -10,9 +10,12 @@ mod libtorch;
 
 use std::path::{Path, PathBuf};
 
+/// Where a wheel, and where an archive, states its version.
+const VERSION_FILES: [&str; 2] = ["version.py", "build-version"];
+
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=build");
+    println!("cargo::rerun-if-changed=build/libtorch.rs");
     if std::env::var_os("CARGO_FEATURE_ENGINES").is_none() {
         return;
     }
@@ -47,6 +50,10 @@ fn locate() -> Result<PathBuf, String> {
     if given.is_relative() {
         return Err(format!("LIBTORCH is `{}`; give an absolute path, or run `./setup`", given.display()));
     }
+    // The link may point elsewhere next time: watched as it was given.
+    for file in VERSION_FILES {
+        println!("cargo::rerun-if-changed={}", given.join(file).display());
+    }
     given.canonicalize().map_err(|_| {
         format!(
             "there is no libtorch at `{}`; run `./setup` first, which finds or fetches one",
@@ -56,12 +63,8 @@ fn locate() -> Result<PathBuf, String> {
 }
 
 fn version(root: &Path) -> Result<String, String> {
-    let read = |name: &str| {
-        let path = root.join(name);
-        println!("cargo::rerun-if-changed={}", path.display());
-        std::fs::read_to_string(path).ok()
-    };
-    libtorch::version_in(read("version.py").as_deref(), read("build-version").as_deref()).ok_or_else(|| {
+    let [wheel, archive] = VERSION_FILES.map(|name| std::fs::read_to_string(root.join(name)).ok());
+    libtorch::version_in(wheel.as_deref(), archive.as_deref()).ok_or_else(|| {
         format!(
             "`{}` holds neither `version.py` nor `build-version`, so it is no libtorch; run `./setup`",
             root.display()
