@@ -5,7 +5,7 @@ use serde_json::Value;
 
 fn train(args: &[&str]) -> Value {
     let mut command = program(&["train", "--json", "--data", "digits", "--set", "model.hidden=64"]);
-    let output = command.args(["--set", "optimizer.lr=0.1"]).args(args).output().unwrap();
+    let output = command.args(["--set", "optimizer.lr=0.05"]).args(args).output().unwrap();
     assert_eq!(exit(&output), 0, "{}", stderr(&output));
     serde_json::from_str(&stdout(&output)).unwrap()
 }
@@ -17,17 +17,17 @@ fn last_accuracy(training: &Value) -> f64 {
 #[test]
 fn all_engines_learn_the_digits_alike() {
     let accuracy = |engine| {
-        let training = train(&["--engine", engine, "--epochs", "4", "--cards", "2", "--batch", "32"]);
+        let training = train(&["--engine", engine, "--epochs", "6", "--cards", "2", "--batch", "32"]);
         let epochs = training["epochs"].as_array().unwrap();
-        assert_eq!(epochs.len(), 4);
+        assert_eq!(epochs.len(), 6);
         // Every tenth of the 1,797 images is for testing, and each is tested once.
         assert_eq!(epochs[0]["total"], 179);
-        assert!(epochs[3]["loss"].as_f64() < epochs[0]["loss"].as_f64());
+        assert!(epochs[5]["loss"].as_f64() < epochs[0]["loss"].as_f64());
         last_accuracy(&training)
     };
     let by_engine = ["single", "dp", "ddp"].map(accuracy);
     for accuracy in by_engine {
-        assert!(accuracy > 90.0, "{by_engine:?}");
+        assert!(accuracy > 88.0, "{by_engine:?}");
         assert!((accuracy - by_engine[0]).abs() <= 1.0, "{by_engine:?}");
     }
 }
