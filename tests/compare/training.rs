@@ -60,9 +60,9 @@ fn weights_are_saved_and_training_goes_on_from_them() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("weights.safetensors");
     let path = file.to_str().unwrap();
-    let first = train(&["--engine", "single", "--epochs", "3", "--save", path]);
+    let first = train(&["--engine", "single", "--epochs", "3", "--batch", "32", "--save", path]);
     assert_eq!(first["weights"].as_str(), Some(path));
-    let on = train(&["--engine", "ddp", "--cards", "2", "--epochs", "1", "--load", path]);
+    let on = train(&["--engine", "ddp", "--cards", "2", "--epochs", "1", "--batch", "32", "--load", path]);
     let (before, after) = (&first["epochs"][0]["loss"], &on["epochs"][0]["loss"]);
     assert!(after.as_f64().unwrap() < 0.5 * before.as_f64().unwrap(), "{before} {after}");
 }
