@@ -42,7 +42,8 @@ impl Store {
 
     /// Across hosts, or under torchrun: rank 0 serves unless an agent already does. A client looks up
     /// and connects again and again until the timeout: names and servers may come up later than ranks.
-    /// Port 0, for the server, takes a free one: see [`Store::port`].
+    /// Port 0, for the server, takes a free one: see [`Store::port`]. The store ends with the server's
+    /// value, so the rank that serves leaves last.
     pub fn tcp(host: &str, port: u16, world_size: usize, serve: bool, timeout: Duration) -> Result<Self> {
         let deadline = Instant::now() + timeout;
         if !serve {
@@ -209,20 +210,27 @@ mod tests {
     const SOON: Duration = Duration::from_millis(300);
     const AMPLE: Duration = Duration::from_secs(20);
 
-    /// Every rank publishes its number and reads the others'.
+    /// Every rank publishes its number and reads the others'. Rank 0, which may serve, leaves last.
     fn meet(ranks: usize, open: impl Fn(usize) -> Store + Sync) {
+        let clients = std::sync::Arc::new(());
         std::thread::scope(|scope| {
-            let open = &open;
+            let (open, clients) = (&open, &clients);
             for rank in 0..ranks {
+                let client = (rank > 0).then(|| std::sync::Arc::clone(clients));
                 scope.spawn(move || {
+                    // Declared before the store, so given back after it, also by a panic.
+                    let _client = client;
                     let store = open(rank);
                     store.set(&format!("rank{rank}"), &[rank as u8, 0, 255]).unwrap();
                     for other in 0..ranks {
                         assert_eq!(store.get(&format!("rank{other}")).unwrap(), [other as u8, 0, 255]);
                     }
                     store.add("met", 1).unwrap();
-                    while store.add("met", 0).unwrap() < ranks as i64 {
-                        std::thread::yield_now();
+                    while rank == 0 && std::sync::Arc::strong_count(clients) > 1 {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    if rank == 0 {
+                        assert_eq!(store.add("met", 0).unwrap(), ranks as i64);
                     }
                 });
             }
