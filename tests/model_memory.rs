@@ -1,6 +1,7 @@
 //! The counting allocator, in a process of its own: it is installed once and counts everything.
 
 #![cfg(feature = "engines")]
+#![allow(clippy::unwrap_used, reason = "a test may panic, in its helpers too")]
 
 use dp_vs_ddp::card::Meter;
 use dp_vs_ddp::config::{ModelPlan, OptimizerPlan};
