@@ -50,9 +50,10 @@ fn locate() -> Result<PathBuf, String> {
     if given.is_relative() {
         return Err(format!("LIBTORCH is `{}`; give an absolute path, or run `./setup`", given.display()));
     }
-    // The link may point elsewhere next time: watched as it was given.
-    for file in VERSION_FILES {
-        println!("cargo::rerun-if-changed={}", given.join(file).display());
+    // The link may point elsewhere next time: watched as it was given. Only what is there, because to
+    // cargo a missing file has always changed: everything would be compiled again each time.
+    for file in VERSION_FILES.iter().map(|file| given.join(file)).filter(|file| file.exists()) {
+        println!("cargo::rerun-if-changed={}", file.display());
     }
     given.canonicalize().map_err(|_| {
         format!(
