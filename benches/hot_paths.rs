@@ -1,5 +1,7 @@
 //! The paths that run once a step or more: bucket plan, reducer, and the shared-memory all-reduce beside
 //! a plain copy of the same bytes. `cargo bench --bench hot_paths`
+
+#![allow(clippy::expect_used, reason = "a bench that cannot run has nothing to say")]
 #![allow(missing_docs, reason = "criterion's macros make public items without docs")]
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};

@@ -10,6 +10,8 @@
 //! torchrun made (`MASTER_ADDR`, `MASTER_PORT`), or a file when this program started its ranks itself.
 //! The model is any tch network; it fits a noisy line through points in 16 dimensions.
 
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a script talks to whoever runs it")]
+
 use dp_vs_ddp::comm::{Member, Shm};
 use dp_vs_ddp::ddp::{DistributedDataParallel, Options, Share};
 use dp_vs_ddp::torch::store::Store;

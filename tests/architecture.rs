@@ -3,6 +3,8 @@
 //! The tables here are the rules; ARCHITECTURE.md explains them. Test code (after `#[cfg(test)]`) and
 //! comments are free.
 
+#![allow(clippy::expect_used, reason = "a test may panic, in its helpers too")]
+
 use std::path::Path;
 
 /// Module, and what it may name by `crate::`. An entry with `::` allows just that part. Every module

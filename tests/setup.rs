@@ -1,6 +1,8 @@
 //! `./setup`, run on a copy of itself with stand-ins for libtorch, pip, cargo and the NVIDIA tools:
 //! nothing is downloaded and nothing outside a temporary folder is touched.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic, in its helpers too")]
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
