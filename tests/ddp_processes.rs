@@ -1,6 +1,8 @@
 //! Ranks as real processes: this test binary starts itself again, once a rank.
 //!
 //! A child is this binary running the test `child_rank` alone, told what to do by environment variables.
+#![cfg(feature = "engines")]
+#![allow(clippy::unwrap_used, reason = "a failed step of a test is a failed test")]
 
 use dp_vs_ddp::comm::{Collective, Member, Rendezvous, Shm};
 use dp_vs_ddp::ddp::{DistributedDataParallel, Module, Options};
