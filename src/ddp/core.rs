@@ -43,7 +43,7 @@ impl Slot {
     /// Puts the scaled gradient into the bucket, zeros where there is none. Whatever strides the gradient
     /// has, the bucket holds the values in the parameter's order.
     pub(super) fn fill(&mut self, scale: f64) -> Result<()> {
-        let Some(mut gradient) = grad::grad(&self.parameter) else {
+        let Some(gradient) = grad::grad(&self.parameter) else {
             let _ = self.view.f_zero_()?;
             return Ok(());
         };
@@ -54,15 +54,10 @@ impl Slot {
             ))
             .hint("make the embedding with `sparse: false`"));
         }
-        no_grad(|| -> Result<()> {
-            if self.is_in_bucket(&gradient) {
-                let _ = gradient.f_mul_scalar_(scale)?;
-            } else {
-                // Scaled while copied: one pass over memory instead of two.
-                let _ = gradient.f_mul_scalar_out(&self.view, scale)?;
-            }
-            Ok(())
-        })
+        // Scaled while copied, in one pass; in place where the gradient lies in the bucket already. The
+        // factor is a tensor because the form with a number goes through a temporary of the gradient's size.
+        let _ = no_grad(|| gradient.f_mul_out(&self.view, &Tensor::from(scale)))?;
+        Ok(())
     }
 }
 
