@@ -288,10 +288,16 @@ mod tests {
         let (rows, received) = std::sync::mpsc::sync_channel(1024);
         let quit = Arc::new(std::sync::atomic::AtomicBool::new(false));
         let flag = quit.clone();
+        // A thread gives itself its name: it has one once it runs.
+        let (running, started) = std::sync::mpsc::channel();
         let busy = std::thread::Builder::new()
             .name("card0".into())
-            .spawn(move || while !flag.load(Relaxed) {})
+            .spawn(move || {
+                running.send(()).unwrap();
+                while !flag.load(Relaxed) {}
+            })
             .unwrap();
+        started.recv().unwrap();
         let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
         let meter = Arc::new(Meter::create(1).unwrap());
         meter.card(0).live_bytes.store(4096, Relaxed);
