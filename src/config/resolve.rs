@@ -1,6 +1,6 @@
 //! Settings to plan: defaults, and every rule that needs more than one key.
 
-use super::schema::MAX_CARDS;
+use super::schema::{self, MAX_CARDS};
 use super::settings::{Overrides, Settings};
 use super::{
     BatchPlan, DataPlan, DataSource, DdpPlan, DeviceChoice, DpPlan, EngineKind, InjectPhase, InjectPlan,
@@ -92,7 +92,8 @@ fn run(settings: &Settings, machine: Machine) -> Result<RunPlan> {
 }
 
 fn data(settings: &Settings) -> Result<DataPlan> {
-    let name = settings.word("data.name").unwrap_or("mnist10k");
+    let fitting = if schema::reads_tokens(settings.word("model.name")) { "tokens" } else { "mnist10k" };
+    let name = settings.word("data.name").unwrap_or(fitting);
     settings.check_scope("data", name)?;
     let samples = settings.size("data.samples").unwrap_or(8192);
     let source = match name {
@@ -130,8 +131,7 @@ fn model(settings: &Settings, source: &DataSource) -> Result<ModelPlan> {
     let name = settings.word("model.name").unwrap_or("mlp");
     settings.check_scope("model", name)?;
     let shape = source.sample_shape();
-    // A decoder reads token sequences, the others read numbers: nothing in between.
-    if (name == "gpt") != matches!(source, DataSource::Tokens { .. }) {
+    if schema::reads_tokens(Some(name)) != matches!(source, DataSource::Tokens { .. }) {
         let (wanted, flag) =
             if name == "gpt" { ("tokens", "--data tokens") } else { ("images", "--data mnist10k") };
         return Err(Error::usage(format!(
@@ -303,7 +303,7 @@ fn elements(shape: &[i64]) -> u128 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{BUILTIN, schema};
+    use super::super::BUILTIN;
     use super::*;
 
     const TWO: Machine = Machine { cards: 2, cores: 4 };
@@ -545,7 +545,18 @@ mod tests {
         assert_eq!(other.model, ModelPlan::Convnet { channels: 1, classes: 10, batch_norm: false });
         assert_eq!(other.optimizer, OptimizerPlan::Adam { lr: 0.001, weight_decay: 0.0 });
         assert_eq!(with(file, &["model.name=mlp"]).unwrap().model, with(file, &[]).unwrap().model);
-        assert!(refusal(file, &["model.name=gpt"]).contains("add `--data tokens`"));
+    }
+
+    #[test]
+    fn data_that_the_command_line_leaves_open_follow_its_model() {
+        let images = "[model]\nname = \"mlp\"\n[data]\nname = \"synthetic\"\nshape = [1, 4, 4]\nworkers = 3";
+        let plan = with(images, &["model.name=gpt"]).unwrap();
+        assert_eq!((plan.data.source.name(), plan.data.workers), ("tokens", 3));
+        let tokens = "[model]\nname = \"gpt\"\n[data]\nname = \"tokens\"";
+        assert_eq!(with(tokens, &["model.name=mlp"]).unwrap().data.source, DataSource::Mnist10k);
+        assert_eq!(with(images, &["model.name=convnet"]).unwrap().data.source.name(), "synthetic");
+        assert!(refusal(images, &["model.name=gpt", "data.name=digits"]).contains("add `--data tokens`"));
+        assert!(refusal("[model]\nname = \"gpt\"\n[data]\nname = \"digits\"", &[]).contains("needs tokens"));
     }
 
     #[test]

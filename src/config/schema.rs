@@ -100,6 +100,11 @@ const fn only(only: &'static [&'static str], name: &'static str, kind: Kind) -> 
 
 const POSITIVE_MIB: Kind = Kind::Number("above 0, at most 65536 (MiB)", |x| x > 0.0 && x <= 65536.0);
 
+/// Whether a model (by name) reads token sequences; the others read numbers, and nothing reads both.
+pub(super) fn reads_tokens(model: Option<&str>) -> bool {
+    model == Some("gpt")
+}
+
 /// Most cards of one run.
 pub(super) const MAX_CARDS: i64 = 1024;
 

@@ -92,6 +92,17 @@ impl Settings {
                 });
             }
         }
+        // Nor was its data, where the model asked for cannot read it: then the data follow the model.
+        if let Some((model, _)) = given.get("model.name")
+            && !given.contains_key("data.name")
+            && let Some((data, _)) = file.get("data.name")
+            && schema::reads_tokens(model.as_str()) != (data.as_str() == Some("tokens"))
+        {
+            file.retain(|key, _| {
+                *key != "data.name"
+                    && (!key.starts_with("data.") || schema::find(key).is_none_or(|key| key.only.is_empty()))
+            });
+        }
         file.extend(given);
         Ok(Self { values: file })
     }
