@@ -152,14 +152,24 @@ fn left_until(deadline: Nanos) -> Duration {
     Duration::from_nanos(deadline.since(Nanos::now()).0)
 }
 
-/// CPU time by process and thread. A thread that ended keeps its last figure: what it did was done.
-type Threads = BTreeMap<(u32, u32), (usize, Nanos)>;
+/// By process and thread.
+type Threads = BTreeMap<(u32, u32), Watched>;
+
+/// A thread that works, or worked, for a card. One that ended keeps its last figure: what it did was done.
+#[derive(Debug, Clone, Copy)]
+struct Watched {
+    card: usize,
+    on_cpu: Nanos,
+    alive: bool,
+}
 
 fn read_threads(pids: &[u32], threads: &mut Threads) {
+    threads.values_mut().for_each(|thread| thread.alive = false);
     for &pid in pids {
-        // A process that has ended changes nothing; `launch` is the one to say so.
+        // That a process has ended is for `launch` to say.
         for thread in proc::card_threads(&proc::process(pid)).unwrap_or_default() {
-            threads.insert((pid, thread.tid), (thread.card, thread.on_cpu));
+            let watched = Watched { card: thread.card, on_cpu: thread.on_cpu, alive: true };
+            threads.insert((pid, thread.tid), watched);
         }
     }
 }
@@ -171,14 +181,15 @@ fn read_card(
     utilisation: &mut Utilisation,
 ) -> (SampleRow, bool) {
     let now = Nanos::now();
-    let mut mine =
-        threads.values().filter(|(index, _)| *index == card.index).map(|(_, cpu)| cpu.0).peekable();
-    let seen = mine.peek().is_some();
+    let mine = || threads.values().filter(|thread| thread.card == card.index);
+    // Before the card's threads exist there is nothing to read. After they ended neither: what they did
+    // since the last reading went with them, and would look like idleness.
+    let seen = mine().any(|thread| thread.alive);
     let meter = subject.meter.cards().get(card.index);
     let reading = match meter {
-        // Before the card's threads exist there is nothing to read.
         Some(meter) if seen => {
-            let busy = mine.sum::<u64>() as i64 - meter.wait_cpu_ns.load(Relaxed) as i64;
+            let busy = mine().map(|thread| thread.on_cpu.0).sum::<u64>() as i64
+                - meter.wait_cpu_ns.load(Relaxed) as i64;
             utilisation.read(now, busy)
         }
         _ => Reading::Missing,
@@ -281,6 +292,25 @@ mod tests {
         card.read(Nanos(0), 10 * MS as i64);
         assert_eq!(card.read(Nanos(100 * MS), 8 * MS as i64), Reading::Percent(0.0));
         assert_eq!(card.read(Nanos(200 * MS), 30 * MS as i64), Reading::Percent(20.0));
+    }
+
+    #[test]
+    fn a_card_whose_threads_ended_has_no_reading_rather_than_an_idle_one() {
+        let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
+        let meter = Arc::new(Meter::create(1).unwrap());
+        let subject =
+            Subject { engine: EngineKind::Ddp, round: 0, cards: vec![card.clone()], pids: vec![], meter };
+        let mut utilisation = Utilisation::new(1);
+        let mut threads = Threads::new();
+        threads.insert((1, 1), Watched { card: 0, on_cpu: Nanos(MS), alive: true });
+        read_card(&subject, &card, &threads, &mut utilisation);
+        std::thread::sleep(Duration::from_millis(1));
+        let (idle, _) = read_card(&subject, &card, &threads, &mut utilisation);
+        assert_eq!((idle.utilisation_percent, idle.memory_used_bytes), (Some(0.0), Some(0)));
+        // No process is left to be found.
+        read_threads(&subject.pids, &mut threads);
+        let (ended, rejected) = read_card(&subject, &card, &threads, &mut utilisation);
+        assert_eq!((ended.utilisation_percent, ended.memory_used_bytes, rejected), (None, None, false));
     }
 
     #[test]
