@@ -36,11 +36,12 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
     }
     let walls: Vec<(Nanos, Nanos)> = (warmup..steps).map(|step| wall_of_step(logs, step)).collect();
     let step_ms: Vec<f64> = walls.iter().map(|(start, end)| end.since(*start).as_ms()).collect();
+    let window = walls.iter().map(|(start, _)| *start).min().unwrap_or_default();
     let measured: Vec<Span> = logs
         .iter()
         .flat_map(|log| log.steps.iter().flat_map(|step| &step.spans))
         .filter(|span| span.step >= warmup as u64)
-        .copied()
+        .map(|span| from(window, *span))
         .collect();
     let cards: BTreeSet<usize> = logs.iter().flat_map(|log| log.cards.iter().copied()).collect();
     let measured_steps = steps - warmup;
@@ -59,6 +60,14 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps)).collect(),
         weights_digests: logs.iter().filter_map(|log| log.weights_digest.clone()).collect(),
     })
+}
+
+/// The part of a span from `start` on: a replica has waited for the first measured step since it ended its
+/// part of the last warm-up step, and what lies before measuring does not count.
+fn from(start: Nanos, span: Span) -> Span {
+    let end = Nanos(span.start.0 + span.duration.0);
+    let start = span.start.max(start);
+    Span { start, duration: end.since(start), ..span }
 }
 
 /// The record of a round that could not be measured.
@@ -391,6 +400,16 @@ mod tests {
         let round = summarise(EngineKind::Dp, &[log], 0).unwrap();
         assert_eq!((round.communication_ms, round.exposed_communication_ms), (Some(5.0), Some(5.0)));
         assert_eq!(round.overlap, Some(0.0));
+    }
+
+    #[test]
+    fn waiting_counts_from_the_first_measured_step_on() {
+        // The replica was idle from 5 on; measuring starts at 20.
+        let spans = vec![span(1, 1, Phase::Wait, 5, 18), span(1, 1, Phase::Forward, 23, 7)];
+        let steps = vec![step(0, 1.0, 4, 0, 20, vec![]), step(1, 1.0, 4, 20, 30, spans)];
+        let log = RankLog { cards: vec![0, 1], steps, ..RankLog::default() };
+        let round = summarise(EngineKind::Dp, &[log], 1).unwrap();
+        assert_eq!((round.cards[1].wait_ms, round.cards[1].compute_ms), (Some(3.0), Some(7.0)));
     }
 
     #[test]

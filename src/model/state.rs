@@ -162,6 +162,15 @@ impl State {
     /// Writes a safetensors file, atomically: the same weights give the same bytes, and a reader sees
     /// the old file or the new one, whole.
     pub fn save(&self, path: &Path) -> Result<()> {
+        // A link is followed, and what is no file (a device, a pipe) is not replaced by one.
+        let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        if path.metadata().is_ok_and(|found| !found.is_file()) {
+            return Err(Error::usage(format!(
+                "cannot write weights to `{}`: it is not a file",
+                path.display()
+            ))
+            .hint("give the path of a file to make or replace"));
+        }
         let mut contents = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             let shape: Vec<usize> = entry.tensor.size().iter().map(|n| n.unsigned_abs() as usize).collect();
