@@ -46,7 +46,7 @@ fn part((model, source): &Setup, world_size: usize, cut: Cut, part: Part) -> Loa
 }
 
 fn single((plan, _): &Setup, optimizer: OptimizerPlan) -> Single {
-    Single::new(model::build(plan, Device::Cpu, SEED).unwrap(), optimizer, None)
+    Single::new(model::build(plan, Device::Cpu, SEED).unwrap(), optimizer.into())
 }
 
 /// Replicas draw other weights than card 0, which they must not keep.
@@ -61,7 +61,7 @@ fn dp((plan, _): &Setup, optimizer: OptimizerPlan, cards: usize) -> DpEngine {
 
 fn run(engine: &mut dyn Engine, mut loader: Loader, steps: usize) -> Result<Vec<StepEvent>> {
     let mut events = Vec::new();
-    RunLoop { warmup: 0, steps }.run(engine, &mut loader, &mut |event| {
+    RunLoop { steps, ..RunLoop::default() }.run(engine, &mut loader, &mut |event| {
         if let Event::Step(step) = event {
             events.push(step);
         }

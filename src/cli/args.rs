@@ -107,6 +107,16 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) steps: Option<String>,
 
+    /// Run PyTorch's own engines beside ours, in the same rounds and the same report: `torch` (needs
+    /// `./setup --peers`) [default: none]
+    #[arg(long, value_name = "WHOSE")]
+    pub(crate) peers: Option<String>,
+
+    /// Measure what options cost: rows of their own beside their engine's, as in
+    /// `--ab ddp.comm_hook=bf16`; several options of one row with blanks between; may be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) ab: Vec<String>,
+
     /// Folder that holds runs
     #[arg(long, value_name = "DIR", default_value = "reports/runs")]
     pub(crate) out: PathBuf,

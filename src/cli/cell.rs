@@ -1,7 +1,9 @@
 //! One engine for one stretch of work, in fresh processes: jobs out, logs back. What `compare` and
 //! `train` have in common.
 
+use super::peers;
 use super::request::Request;
+use super::row::Row;
 use crate::card::Meter;
 use crate::config::EngineKind;
 use crate::error::{Error, Result};
@@ -24,11 +26,12 @@ const SILENCE_PAST_DEADLINE: Duration = Duration::from_secs(15);
 /// What is run.
 #[derive(Debug, Clone)]
 pub(crate) struct Cell {
-    pub(crate) engine: EngineKind,
+    pub(crate) row: Row,
     pub(crate) round: usize,
     pub(crate) mode: Mode,
     pub(crate) init: Option<PathBuf>,
     pub(crate) save_initial: Option<PathBuf>,
+    pub(crate) save_gradients: Option<PathBuf>,
     pub(crate) save_final: Option<PathBuf>,
 }
 
@@ -43,18 +46,7 @@ pub(crate) struct Outcome {
 
 /// Cards an engine runs on, of those of the run.
 pub(crate) fn cards_of(engine: EngineKind, cards: &[CardInfo]) -> &[CardInfo] {
-    match engine {
-        EngineKind::Single | EngineKind::SinglePerCard => &cards[..cards.len().min(1)],
-        EngineKind::Dp | EngineKind::Ddp => cards,
-    }
-}
-
-/// Processes an engine is made of.
-fn world_size(engine: EngineKind, cards: usize) -> usize {
-    match engine {
-        EngineKind::Single | EngineKind::SinglePerCard | EngineKind::Dp => 1,
-        EngineKind::Ddp => cards,
-    }
+    &cards[..engine.layout().cards(cards.len())]
 }
 
 /// Runs it to its end. `write_samples` gets the sampler's rows on a thread of its own, `observe` every
@@ -67,8 +59,9 @@ pub(crate) fn run(
     write_samples: impl FnOnce(Receiver<SampleRow>) -> Result<()> + Send,
     observe: &mut dyn FnMut(usize, &Message) -> Result<()>,
 ) -> Outcome {
-    let cards = cards_of(cell.engine, &request.cards);
-    let world_size = world_size(cell.engine, cards.len());
+    let engine = cell.row.engine;
+    let cards = cards_of(engine, &request.cards);
+    let world_size = engine.layout().processes(cards.len());
     let mut outcome = Outcome { logs: Vec::new(), sampled: Account::default(), result: Ok(()) };
     outcome.logs.resize_with(world_size, RankLog::default);
     let (logs, sampled) = (&mut outcome.logs, &mut outcome.sampled);
@@ -84,11 +77,11 @@ pub(crate) fn run(
             grace,
             silence: Duration::from_secs_f64(request.plan.run.deadline_s) + SILENCE_PAST_DEADLINE,
         };
-        let group = Group::spawn(&program(request), &jobs, limits)?;
+        let group = Group::spawn(&program(engine, request)?, &jobs, limits)?;
         let (rows, received) = sync_channel(ROWS_IN_FLIGHT);
         let writer = scope.spawn(move || write_samples(received));
         let subject = Subject {
-            engine: cell.engine,
+            engine: cell.row.name.clone(),
             round: cell.round,
             cards: cards.iter().map(watched).collect(),
             pids: group.pids(),
@@ -118,26 +111,27 @@ fn jobs(
     store: Option<&MemoryFile>,
 ) -> Vec<Job> {
     let job = |rank| Job {
-        plan: request.plan.clone(),
-        engine: cell.engine,
+        plan: cell.row.plan.clone(),
+        engine: cell.row.engine,
         round: cell.round,
         rank,
         world_size,
-        cards: cards_of(cell.engine, &request.cards).to_vec(),
+        cards: cards_of(cell.row.engine, &request.cards).to_vec(),
         store: store.map(|store| StoreAddress::File(store.path())),
         meter: Some(meter.path()),
         init: cell.init.clone(),
         save_initial: cell.save_initial.clone(),
+        save_gradients: cell.save_gradients.clone(),
         save_final: cell.save_final.clone(),
         mode: cell.mode,
     };
     (0..world_size).map(job).collect()
 }
 
-/// This program as a worker, with the variables that would make OpenMP break the rules of virtual cards:
+/// This program, or PyTorch's, as a worker, with the variables that would make OpenMP break the rules of virtual cards:
 /// threads that spin while they wait would count as work, and its own pinning would undo ours.
-fn program(request: &Request) -> Program {
-    let mut program = Program::this(["worker", "--job"]);
+fn program(engine: EngineKind, request: &Request) -> Result<Program> {
+    let mut program = if engine.is_peer() { peers::program()? } else { Program::this(["worker", "--job"]) };
     program.set = vec![
         ("OMP_NUM_THREADS".into(), request.plan.run.threads_per_card.to_string().into()),
         ("OMP_WAIT_POLICY".into(), "PASSIVE".into()),
@@ -145,7 +139,7 @@ fn program(request: &Request) -> Program {
     program.unset = ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "GOMP_SPINCOUNT"]
         .map(Into::into)
         .to_vec();
-    program
+    Ok(program)
 }
 
 fn watched(card: &CardInfo) -> WatchedCard {

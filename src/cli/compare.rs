@@ -1,21 +1,22 @@
 //! `compare`: the engines in alternation, round by round, and what follows from it.
 
 use super::args::CompareArgs;
-use super::cell::{self, Cell, Outcome, cards_of};
+use super::cell::{self, Cell, Outcome};
+use super::peers;
 use super::printer::Printer;
 use super::progress::Progress;
 use super::request::{self, Request};
+use super::row::{Row, rows};
 use super::run_folder::{RunFolder, checked_name, fresh_name};
 use super::{ExitStatus, environment, interrupt, worker};
-use crate::config::{EngineKind, Uneven};
+use crate::config::Uneven;
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Message, Mode};
-use crate::metrics::record::{Comparison, EngineRecord, Results, RoundStatus, SCHEMA, Status, Warning};
+use crate::metrics::record::{Comparison, Results, RoundStatus, SCHEMA, Status, Warning};
 use crate::metrics::sampler::Account;
 use crate::metrics::stats;
 use crate::metrics::{record::Round, round};
 use crate::report;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
@@ -29,7 +30,11 @@ pub(crate) fn run(args: &CompareArgs, argv: Vec<String>, printer: &Printer) -> R
     let request = decide(args)?;
     let init = args.init.as_deref().map(|path| request::readable("--init", path)).transpose()?;
     let name = args.run_id.as_deref().map_or_else(|| Ok(fresh_name()), checked_name)?;
-    let results = empty_results(&request, argv)?;
+    let rows = rows(&request)?;
+    if rows.iter().any(|row| row.engine.is_peer()) {
+        peers::program()?;
+    }
+    let results = empty_results(&request, &rows, argv)?;
     let stop = interrupt::on_stop_signals()?;
     let folder = RunFolder::create(&args.out, &name, &request.plan, &results)?;
     if args.save_weights {
@@ -43,8 +48,9 @@ pub(crate) fn run(args: &CompareArgs, argv: Vec<String>, printer: &Printer) -> R
         init,
         save_weights: args.save_weights,
         grace: Duration::from_secs_f64(args.run.grace),
-        progress: Progress::new(total_steps(&request)),
+        progress: Progress::new((request.plan.run.rounds * rows.len() * steps_per_round(&request)) as u64),
         request,
+        rows,
         stop: &stop,
         printer,
         results,
@@ -59,39 +65,20 @@ fn decide(args: &CompareArgs) -> Result<Request> {
         .flag("--engines", "run.engines", args.engines.as_ref())
         .flag("--rounds", "run.rounds", args.rounds.as_ref())
         .flag("--warmup", "run.warmup", args.warmup.as_ref())
-        .flag("--steps", "run.steps", args.steps.as_ref());
+        .flag("--steps", "run.steps", args.steps.as_ref())
+        .flag("--peers", "run.peers", args.peers.as_ref())
+        .list("--ab", "run.ab", &args.ab);
     let mut request = request::decide(args.run.config.as_deref(), &overrides, Uneven::Refuse)?;
     let run = &mut request.plan.run;
     run.engines = request::with_scaling_baseline(&run.engines, run.cards);
     Ok(request)
 }
 
-fn total_steps(request: &Request) -> u64 {
-    let run = &request.plan.run;
-    (run.rounds * run.engines.len() * steps_per_round(request)) as u64
-}
-
 fn steps_per_round(request: &Request) -> usize {
     request.plan.run.warmup + request.plan.run.steps
 }
 
-fn empty_results(request: &Request, argv: Vec<String>) -> Result<Results> {
-    let batch = request.plan.batch;
-    let engine = |&engine: &EngineKind| {
-        let cards = cards_of(engine, &request.cards).len();
-        let global_batch = match engine {
-            EngineKind::SinglePerCard => batch.per_card,
-            EngineKind::Single | EngineKind::Dp | EngineKind::Ddp => batch.global,
-        };
-        let record = EngineRecord {
-            cards,
-            global_batch,
-            batch_per_card: global_batch / cards.max(1),
-            rounds: Vec::new(),
-            summary: None,
-        };
-        (engine.name().to_owned(), record)
-    };
+fn empty_results(request: &Request, rows: &[Row], argv: Vec<String>) -> Result<Results> {
     Ok(Results {
         schema: SCHEMA.to_owned(),
         argv,
@@ -101,7 +88,7 @@ fn empty_results(request: &Request, argv: Vec<String>) -> Result<Results> {
         status: Status::Interrupted,
         environment: environment::describe(&request.cards)?,
         plan: request.plan.clone(),
-        engines: request.plan.run.engines.iter().map(engine).collect::<BTreeMap<_, _>>(),
+        engines: rows.iter().map(|row| (row.name.clone(), row.empty_record())).collect(),
         comparison: Comparison::default(),
         sampling: None,
         warnings: request.warnings.clone(),
@@ -116,6 +103,7 @@ fn now() -> String {
 
 struct Run<'a> {
     request: Request,
+    rows: Vec<Row>,
     folder: RunFolder,
     init: Option<PathBuf>,
     save_weights: bool,
@@ -148,12 +136,13 @@ impl Run<'_> {
     }
 
     fn measure(&mut self) -> Result<()> {
-        let run = self.request.plan.run.clone();
+        let rounds = self.request.plan.run.rounds;
+        let rows = self.rows.clone();
         let mut cells = 0;
-        for round in 0..run.rounds {
-            for &engine in &run.engines {
-                self.progress.doing(format!("round {}/{} {engine}", round + 1, run.rounds));
-                self.measure_cell(engine, round)?;
+        for round in 0..rounds {
+            for row in &rows {
+                self.progress.doing(format!("round {}/{rounds} {}", round + 1, row.name));
+                self.measure_cell(row, round)?;
                 cells += 1;
                 self.progress.at((cells * steps_per_round(&self.request)) as u64);
             }
@@ -161,17 +150,19 @@ impl Run<'_> {
         self.require_all_engines()
     }
 
-    fn measure_cell(&mut self, engine: EngineKind, round: usize) -> Result<()> {
-        let run = &self.request.plan.run;
-        let first = round == 0 && run.engines.first() == Some(&engine);
-        let last = round + 1 == run.rounds;
+    fn measure_cell(&mut self, row: &Row, round: usize) -> Result<()> {
+        let first = round == 0 && self.rows.first().is_some_and(|first| first.name == row.name);
+        let last = round + 1 == self.request.plan.run.rounds;
+        let keep =
+            |wanted: bool, name: String| (self.save_weights && wanted).then(|| self.folder.weights(&name));
         let cell = Cell {
-            engine,
+            row: row.clone(),
             round,
             mode: Mode::Compare,
             init: self.init.clone(),
-            save_initial: (self.save_weights && first).then(|| self.folder.weights("init")),
-            save_final: (self.save_weights && last).then(|| self.folder.weights(engine.name())),
+            save_initial: keep(first, "init".to_owned()),
+            save_gradients: keep(round == 0, format!("{}.gradients", row.name)),
+            save_final: keep(last, row.name.clone()),
         };
         let progress = &self.progress;
         let mut observe = |rank: usize, message: &Message| {
@@ -184,9 +175,8 @@ impl Run<'_> {
         let write_samples = |rows| folder.append_samples(rows);
         let outcome = cell::run(&cell, &self.request, self.grace, self.stop, write_samples, &mut observe);
         self.sampled = self.sampled.plus(outcome.sampled);
-        let record = self.judge(engine, round, outcome)?;
-        let name = engine.name();
-        if let Some(record_of_engine) = self.results.engines.get_mut(name) {
+        let record = self.judge(row, round, outcome)?;
+        if let Some(record_of_engine) = self.results.engines.get_mut(&row.name) {
             record_of_engine.rounds.push(record);
         }
         let period = Duration::from_millis(self.request.plan.sample.period_ms);
@@ -197,21 +187,22 @@ impl Run<'_> {
 
     /// The record of a cell: measured, or failed in a way that leaves the others worth measuring. Any
     /// other failure ends the run.
-    fn judge(&mut self, engine: EngineKind, round: usize, outcome: Outcome) -> Result<Round> {
+    fn judge(&mut self, row: &Row, round: usize, outcome: Outcome) -> Result<Round> {
+        let name = &row.name;
         match outcome.result {
             Ok(()) => {
                 for (rank, log) in outcome.logs.iter().enumerate() {
-                    self.folder.append_steps(&round::step_rows(engine, round, rank, log))?;
+                    self.folder.append_steps(&round::step_rows(name, round, rank, log))?;
                 }
-                round::summarise(engine, &outcome.logs, self.request.plan.run.warmup)
+                round::summarise(row.engine, &outcome.logs, self.request.plan.run.warmup)
             }
             Err(error) if matches!(error.kind(), Kind::OutOfMemory | Kind::Torch) => {
-                let message = format!("{engine}, round {round}: {error}");
+                let message = format!("{name}, round {round}: {error}");
                 self.warn("cell_failed", message, error.advice().map(str::to_owned));
                 Ok(round::failed(&error))
             }
             Err(error) if error.kind() == Kind::Interrupted => Err(error),
-            Err(error) => Err(error.context(format_args!("{engine}, round {round}"))),
+            Err(error) => Err(error.context(format_args!("{name}, round {round}"))),
         }
     }
 

@@ -8,9 +8,11 @@ mod compare;
 mod doctor;
 mod environment;
 mod interrupt;
+mod peers;
 mod printer;
 mod progress;
 mod request;
+mod row;
 mod run_folder;
 mod train;
 #[cfg_attr(not(feature = "engines"), path = "worker_disabled.rs")]

@@ -21,6 +21,28 @@ pub(crate) struct Request {
     pub(crate) plan: Plan,
     pub(crate) cards: Vec<CardInfo>,
     pub(crate) warnings: Vec<Warning>,
+    source: Source,
+}
+
+/// What it was decided from.
+#[derive(Debug)]
+struct Source {
+    name: String,
+    text: String,
+    overrides: Overrides,
+    machine: Machine,
+    uneven: Uneven,
+}
+
+impl Request {
+    /// The same plan with these `key=value` in place of what it says about their keys.
+    pub(crate) fn plan_with(&self, options: &[String]) -> Result<Plan> {
+        let Source { name, text, overrides, machine, uneven } = &self.source;
+        let mut plan = resolve(name, text, &overrides.with(options)?, *machine, *uneven)?;
+        plan.run.device = self.plan.run.device;
+        plan.run.engines.clone_from(&self.plan.run.engines);
+        Ok(plan)
+    }
 }
 
 /// The flags that all runs share, as overrides of the config.
@@ -52,8 +74,30 @@ pub(crate) fn decide(config: Option<&str>, overrides: &Overrides, uneven: Uneven
     plan.run.device = device(plan.run.device)?;
     let threads = plan.run.cards.saturating_mul(plan.run.threads_per_card);
     let cards = virtual_cards(&topology.cores_for(threads), plan.run.cards, plan.run.threads_per_card);
-    let warnings = shared_cores(&plan, threads, cores).into_iter().collect();
-    Ok(Request { plan, cards: cards.iter().map(card_info).collect(), warnings })
+    let mut warnings: Vec<Warning> = shared_cores(&plan, threads, cores).into_iter().collect();
+    warnings.extend(without_torch_dp(&mut plan)?);
+    let source = Source { name, text, overrides: overrides.clone(), machine, uneven };
+    Ok(Request { plan, cards: cards.iter().map(card_info).collect(), warnings, source })
+}
+
+/// PyTorch's `nn.DataParallel` has no CPU form: it is left out where it came along with the other peers,
+/// and refused where it was asked for.
+fn without_torch_dp(plan: &mut Plan) -> Result<Option<Warning>> {
+    let run = &mut plan.run;
+    let before = run.engines.len();
+    run.engines.retain(|engine| *engine != EngineKind::TorchDp);
+    if run.engines.len() == before {
+        return Ok(None);
+    }
+    if run.engines.is_empty() {
+        return Err(Error::new(Kind::Unavailable, "torch_dp: PyTorch's nn.DataParallel needs CUDA cards")
+            .hint("leave torch_dp out of --engines on virtual cards"));
+    }
+    Ok(Some(Warning {
+        code: "no_torch_dp".to_owned(),
+        message: "PyTorch's nn.DataParallel needs CUDA cards: dp has no peer on virtual cards".to_owned(),
+        hint: None,
+    }))
 }
 
 /// `single_per_card` beside `single`, where some engine runs on several cards: what weak scaling is

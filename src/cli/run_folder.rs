@@ -173,7 +173,6 @@ fn cannot(what: &str, path: &Path, source: std::io::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::EngineKind;
 
     #[test]
     fn names_stay_inside_the_folder_of_runs() {
@@ -195,7 +194,7 @@ mod tests {
             text.lines().next().unwrap().to_owned()
         };
         let step = StepRow {
-            engine: EngineKind::Dp,
+            engine: "dp".into(),
             round: 0,
             rank: 0,
             card: 0,
@@ -206,7 +205,7 @@ mod tests {
             samples: None,
         };
         let sample = SampleRow {
-            engine: EngineKind::Dp,
+            engine: "dp".into(),
             round: 0,
             t_ns: 0,
             card: 0,

@@ -4,6 +4,7 @@ use super::args::TrainArgs;
 use super::cell::{self, Cell};
 use super::printer::Printer;
 use super::request::{self, Request};
+use super::row::Row;
 use super::{ExitStatus, interrupt, worker};
 use crate::config::{EngineKind, Uneven};
 use crate::error::{Error, Kind, Result};
@@ -55,11 +56,12 @@ pub(crate) fn run(args: &TrainArgs, printer: &Printer) -> Result<ExitStatus> {
         printer.warning(warning);
     }
     let cell = Cell {
-        engine,
+        row: Row::of(engine, &request.plan),
         round: 0,
         mode: Mode::Train { epochs: args.epochs },
         init,
         save_initial: None,
+        save_gradients: None,
         save_final: save.clone(),
     };
     let epochs = train(&cell, &request, Duration::from_secs_f64(args.run.grace), &mut |epoch| {
@@ -112,10 +114,7 @@ fn train(
     tell: &mut dyn FnMut(&Epoch),
 ) -> Result<Vec<Epoch>> {
     let stop = interrupt::on_stop_signals()?;
-    let world_size = match cell.engine {
-        EngineKind::Ddp => request.plan.run.cards,
-        EngineKind::Single | EngineKind::SinglePerCard | EngineKind::Dp => 1,
-    };
+    let world_size = cell.row.engine.layout().processes(request.plan.run.cards);
     let mut tally = Tally::new(world_size);
     let outcome = cell::run(
         cell,

@@ -9,11 +9,11 @@ use super::printer::Printer;
 use super::request::{self, Request};
 use crate::card::{Cores, Meter, VirtualCard, pin_current_thread};
 use crate::comm::{Collective, Local, Member, Shm};
-use crate::config::{EngineKind, ModelPlan, Uneven};
+use crate::config::{EngineKind, Layout, ModelPlan, Uneven};
 use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
 use crate::ddp::{self, DdpEngine};
 use crate::dp::{self, DpEngine};
-use crate::engine::{Engine, Event, RunLoop, Single, StepEvent};
+use crate::engine::{Engine, Event, Recipe, RunLoop, Single, StepEvent};
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Job, Message, Mode, RankEnv, Reporter, StoreAddress, end_with_parent};
 use crate::metrics::phase::{CardTotals, StepReport};
@@ -102,6 +102,7 @@ fn job_by_hand(args: &WorkerArgs) -> Result<Job> {
         meter: None,
         init: None,
         save_initial: None,
+        save_gradients: None,
         save_final: None,
         mode: Mode::Compare,
     })
@@ -187,7 +188,7 @@ fn loader_options(job: &Job) -> LoaderOptions {
     let (run, data, batch) = (&job.plan.run, &job.plan.data, job.plan.batch);
     let world_size = match job.engine {
         EngineKind::SinglePerCard => 1,
-        EngineKind::Single | EngineKind::Dp | EngineKind::Ddp => run.cards,
+        _ => run.cards,
     };
     LoaderOptions {
         world_size,
@@ -195,9 +196,9 @@ fn loader_options(job: &Job) -> LoaderOptions {
             Mode::Compare => Cut::PerRank(batch.per_card),
             Mode::Train { .. } => Cut::Global(batch.global),
         },
-        part: match job.engine {
-            EngineKind::Ddp => Part::Rank(job.rank),
-            EngineKind::Single | EngineKind::SinglePerCard | EngineKind::Dp => Part::Whole,
+        part: match job.engine.layout() {
+            Layout::ProcessPerCard => Part::Rank(job.rank),
+            Layout::OneCard | Layout::OneProcess => Part::Whole,
         },
         shuffle: data.shuffle,
         drop_last: data.drop_last,
@@ -209,11 +210,10 @@ fn loader_options(job: &Job) -> LoaderOptions {
 fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<dyn Engine>> {
     let plan = &job.plan;
     let (model, seed) = (plan.model.clone(), plan.run.seed);
+    let recipe = Recipe::from(plan);
     let build = move || model::build(&model, Device::Cpu, seed);
     Ok(match job.engine {
-        EngineKind::Single | EngineKind::SinglePerCard => {
-            Box::new(Single::new(build()?, plan.optimizer, plan.inject))
-        }
+        EngineKind::Single | EngineKind::SinglePerCard => Box::new(Single::new(build()?, recipe)),
         EngineKind::Dp => {
             let options = dp::Options {
                 threads_per_card: plan.run.threads_per_card,
@@ -222,7 +222,7 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
                 inject: plan.inject,
                 ..dp::Options::default()
             };
-            Box::new(DpEngine::new(&virtual_cards(job), options, plan.optimizer, move |_| build())?)
+            Box::new(DpEngine::new(&virtual_cards(job), options, recipe, move |_| build())?)
         }
         EngineKind::Ddp => {
             let collective = collective(job, meter, steps_per_epoch)?;
@@ -231,7 +231,10 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
                 meter: Some(meter.clone()),
                 ..ddp::Options::from(&plan.ddp)
             };
-            Box::new(DdpEngine::new(build()?, collective, options, plan.optimizer, plan.inject)?)
+            Box::new(DdpEngine::new(build()?, collective, options, recipe)?)
+        }
+        EngineKind::TorchSingle | EngineKind::TorchDp | EngineKind::TorchDdp => {
+            return Err(Error::new(Kind::Worker, format!("{} is not run by this program", job.engine)));
         }
     })
 }
@@ -291,7 +294,11 @@ fn measure(
     loader: &mut Loader,
     reporter: &mut Reporter,
 ) -> Result<()> {
-    let run_loop = RunLoop { warmup: job.plan.run.warmup, steps: job.plan.run.steps };
+    let run_loop = RunLoop {
+        warmup: job.plan.run.warmup,
+        steps: job.plan.run.steps,
+        save_gradients: job.save_gradients.clone().filter(|_| job.rank == 0),
+    };
     let mut window = Vec::new();
     run_loop.run(engine, loader, &mut |event| match event {
         Event::MeasuringStarts => {
@@ -372,7 +379,7 @@ fn train_and_test(
     let steps = loader.steps_per_epoch();
     let mut first_step = 0;
     for epoch in 1..=epochs {
-        let run_loop = RunLoop { warmup: 0, steps };
+        let run_loop = RunLoop { steps, ..RunLoop::default() };
         run_loop.run(engine, loader, &mut |event| match event {
             Event::Step(step) => {
                 // Nobody draws the phases of a training.

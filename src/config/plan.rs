@@ -16,6 +16,12 @@ pub enum EngineKind {
     Dp,
     /// DistributedDataParallel: one process a card.
     Ddp,
+    /// PyTorch itself on one card: the peer of `single`.
+    TorchSingle,
+    /// PyTorch's `nn.DataParallel`, which needs CUDA cards.
+    TorchDp,
+    /// PyTorch's `DistributedDataParallel`.
+    TorchDdp,
 }
 
 impl EngineKind {
@@ -26,6 +32,78 @@ impl EngineKind {
             Self::SinglePerCard => "single_per_card",
             Self::Dp => "dp",
             Self::Ddp => "ddp",
+            Self::TorchSingle => "torch_single",
+            Self::TorchDp => "torch_dp",
+            Self::TorchDdp => "torch_ddp",
+        }
+    }
+
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Single,
+        Self::SinglePerCard,
+        Self::Dp,
+        Self::Ddp,
+        Self::TorchSingle,
+        Self::TorchDp,
+        Self::TorchDdp,
+    ];
+
+    /// The one with this name; `None` for a row that tries options.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    /// How it is spread over cards.
+    pub fn layout(self) -> Layout {
+        match self {
+            Self::Single | Self::SinglePerCard | Self::TorchSingle => Layout::OneCard,
+            Self::Dp | Self::TorchDp => Layout::OneProcess,
+            Self::Ddp | Self::TorchDdp => Layout::ProcessPerCard,
+        }
+    }
+
+    /// Whether PyTorch runs it, in Python.
+    pub fn is_peer(self) -> bool {
+        matches!(self, Self::TorchSingle | Self::TorchDp | Self::TorchDdp)
+    }
+
+    /// PyTorch's engine of the same kind; `None` for peers and for `single_per_card`.
+    pub fn peer(self) -> Option<Self> {
+        match self {
+            Self::Single => Some(Self::TorchSingle),
+            Self::Dp => Some(Self::TorchDp),
+            Self::Ddp => Some(Self::TorchDdp),
+            Self::SinglePerCard | Self::TorchSingle | Self::TorchDp | Self::TorchDdp => None,
+        }
+    }
+}
+
+/// How an engine is spread over cards and processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// One process, the first card.
+    OneCard,
+    /// One process, all cards.
+    OneProcess,
+    /// A process for each card.
+    ProcessPerCard,
+}
+
+impl Layout {
+    /// Cards it uses of as many as there are.
+    pub fn cards(self, cards: usize) -> usize {
+        match self {
+            Self::OneCard => cards.min(1),
+            Self::OneProcess | Self::ProcessPerCard => cards,
+        }
+    }
+
+    /// Processes it is made of.
+    pub fn processes(self, cards: usize) -> usize {
+        match self {
+            Self::OneCard | Self::OneProcess => 1,
+            Self::ProcessPerCard => cards,
         }
     }
 }
@@ -61,6 +139,9 @@ pub struct Plan {
     pub batch: BatchPlan,
     /// How weights are updated.
     pub optimizer: OptimizerPlan,
+    /// Largest norm of all gradients together; larger ones are scaled down. `None` leaves them.
+    #[serde(default)]
+    pub clip_norm: Option<f64>,
     /// DataParallel's options.
     pub dp: DpPlan,
     /// DistributedDataParallel's options.
@@ -90,18 +171,47 @@ pub struct RunPlan {
     pub seed: u64,
     /// Intra-op threads of one virtual card.
     pub threads_per_card: usize,
-    /// Number format of weights and activations.
+    /// Number format of activations.
     pub precision: Precision,
+    /// Whether fp32 products on CUDA cards may be rounded to TF32.
+    #[serde(default)]
+    pub tf32: bool,
     /// Seconds any single wait between ranks may take before the run is stopped.
     pub deadline_s: f64,
+    /// Options tried beside what the rest of the plan says, each as rows of its own.
+    #[serde(default)]
+    pub ab: Vec<AbPlan>,
 }
 
-/// Number format.
+/// Some options that are tried out: their engines are measured with them too, in the same rounds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AbPlan {
+    /// `key=value`, as `--set` takes them, with blanks between.
+    pub set: String,
+    /// Engines that the options mean something to.
+    pub engines: Vec<EngineKind>,
+}
+
+impl AbPlan {
+    /// The name of its row beside that of `engine`: `ddp[comm_hook=bf16]`.
+    pub fn row(&self, engine: EngineKind) -> String {
+        let short =
+            |pair: &str| ["ddp.", "dp."].iter().find_map(|s| pair.strip_prefix(s)).unwrap_or(pair).to_owned();
+        let pairs: Vec<String> = self.set.split_whitespace().map(short).collect();
+        format!("{engine}[{}]", pairs.join(" "))
+    }
+}
+
+/// Number format of activations; weights, gradients and the optimiser stay in 32 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Precision {
     /// 32-bit floats throughout.
     Fp32,
+    /// bfloat16 where PyTorch's autocast says so.
+    Bf16,
+    /// float16 where PyTorch's autocast says so, with a scaled loss.
+    Fp16,
 }
 
 /// Which model, with its own dimensions.
@@ -308,8 +418,11 @@ pub enum OptimizerPlan {
 /// DataParallel's options.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DpPlan {
-    /// Position in the card list of the card that gathers, reduces and updates. Only 0 for now.
+    /// Position in the card list of the card that gathers, reduces and updates.
     pub output_card: usize,
+    /// How much of a batch each card gets, by weight; `None` splits as `tensor.chunk` does.
+    #[serde(default)]
+    pub chunk_weights: Option<Vec<f64>>,
 }
 
 /// DistributedDataParallel's options, PyTorch's names and defaults.
@@ -325,8 +438,55 @@ pub struct DdpPlan {
     pub gradient_as_bucket_view: bool,
     /// Tolerate parameters that take no part in the loss.
     pub find_unused_parameters: bool,
+    /// The graph is the same in every step: what the first one used is not looked for again.
+    #[serde(default)]
+    pub static_graph: bool,
     /// Rank 0's buffers go to all before each forward.
     pub broadcast_buffers: bool,
+    /// Verify that ranks hold the same model, and give all of them rank 0's weights, at the start.
+    #[serde(default = "yes")]
+    pub init_sync: bool,
+    /// What a bucket is turned into for its journey.
+    #[serde(default)]
+    pub comm_hook: CommHookPlan,
+    /// Micro-batches of a step; only the last one's backward communicates.
+    #[serde(default = "one")]
+    pub accumulate: usize,
+    /// Ranks may run out of samples at different times; each step asks who still has some.
+    #[serde(default)]
+    pub join: bool,
+    /// BatchNorm over the samples of all ranks.
+    #[serde(default)]
+    pub sync_batch_norm: bool,
+}
+
+// What plans meant before these keys existed.
+fn yes() -> bool {
+    true
+}
+
+fn one() -> usize {
+    1
+}
+
+/// What a bucket is turned into for its journey, as in `torch.distributed.algorithms.ddp_comm_hooks`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "name", rename_all = "snake_case")]
+pub enum CommHookPlan {
+    /// It travels as it is.
+    #[default]
+    None,
+    /// Rounded to bfloat16.
+    Bf16,
+    /// Rounded to float16.
+    Fp16,
+    /// Low-rank factors of it, with what they leave out carried into the next step.
+    Powersgd {
+        /// Rank of the approximation.
+        rank: i64,
+        /// Steps before it starts; buckets travel whole until then.
+        start_step: u64,
+    },
 }
 
 /// The sampler's options.

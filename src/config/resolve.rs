@@ -3,8 +3,8 @@
 use super::schema::{self, MAX_CARDS};
 use super::settings::{Overrides, Settings};
 use super::{
-    BatchPlan, DataPlan, DataSource, DdpPlan, DeviceChoice, DpPlan, EngineKind, InjectPhase, InjectPlan,
-    ModelPlan, OptimizerPlan, Plan, Precision, RunPlan, SamplePlan,
+    AbPlan, BatchPlan, CommHookPlan, DataPlan, DataSource, DdpPlan, DeviceChoice, DpPlan, EngineKind,
+    InjectPhase, InjectPlan, ModelPlan, OptimizerPlan, Plan, Precision, RunPlan, SamplePlan,
 };
 use crate::{Error, Result};
 
@@ -52,8 +52,9 @@ pub fn resolve(
     let batch = batch(&settings, run.cards, uneven, &data.source)?;
     Ok(Plan {
         optimizer: optimizer(&settings)?,
-        dp: DpPlan { output_card: settings.size("dp.output_card").unwrap_or(0) },
-        ddp: ddp(&settings),
+        clip_norm: settings.number("optimizer.clip_norm"),
+        dp: dp(&settings, run.cards)?,
+        ddp: ddp(&settings, batch)?,
         sample: SamplePlan { period_ms: settings.size("sample.period_ms").map_or(100, |ms| ms as u64) },
         inject: inject(&settings, run.cards)?,
         run,
@@ -75,20 +76,67 @@ fn run(settings: &Settings, machine: Machine) -> Result<RunPlan> {
         ))
         .hint("lower `run.rounds`, `run.warmup` or `run.steps`"));
     }
+    let mut engines: Vec<EngineKind> = settings
+        .parsed("run.engines")?
+        .unwrap_or_else(|| vec![EngineKind::Single, EngineKind::Dp, EngineKind::Ddp]);
+    if settings.word("run.peers") == Some("torch") {
+        engines = with_peers(&engines);
+    }
+    let ab: Vec<String> = settings.parsed("run.ab")?.unwrap_or_default();
     Ok(RunPlan {
         device: settings.parsed("run.device")?.unwrap_or(DeviceChoice::Auto),
         cards,
-        engines: settings
-            .parsed("run.engines")?
-            .unwrap_or_else(|| vec![EngineKind::Single, EngineKind::Dp, EngineKind::Ddp]),
+        ab: ab.iter().map(|set| ab_plan(set, &engines)).collect::<Result<_>>()?,
+        engines,
         rounds,
         warmup,
         steps,
         seed: settings.integer("run.seed").unwrap_or(0).unsigned_abs(),
         threads_per_card: settings.size("run.threads_per_card").unwrap_or((machine.cores / cards).max(1)),
         precision: settings.parsed("run.precision")?.unwrap_or(Precision::Fp32),
+        tf32: settings.switch("run.tf32").unwrap_or(false),
         deadline_s: settings.number("run.deadline_s").unwrap_or(60.0),
     })
+}
+
+/// Each engine followed by PyTorch's of the same kind, so that what is compared runs side by side.
+fn with_peers(engines: &[EngineKind]) -> Vec<EngineKind> {
+    let mut all = Vec::new();
+    for &engine in engines {
+        for engine in std::iter::once(engine).chain(engine.peer()) {
+            if !all.contains(&engine) {
+                all.push(engine);
+            }
+        }
+    }
+    all
+}
+
+/// Keys outside `ddp` and `dp` that an A/B may change: what they change is how a step is done, not on what.
+const AB_KEYS: [&str; 4] = ["run.precision", "run.tf32", "optimizer.clip_norm", "data.workers"];
+
+/// Which of the run's engines these options mean something to. Values are checked when the plan of the
+/// row is resolved.
+fn ab_plan(set: &str, engines: &[EngineKind]) -> Result<AbPlan> {
+    let mut touched = engines.to_vec();
+    for pair in set.split_whitespace() {
+        let key = pair.split('=').next().unwrap_or_default();
+        let fits = |engine: &EngineKind| match key.split_once('.') {
+            Some(("ddp", _)) => matches!(engine, EngineKind::Ddp | EngineKind::TorchDdp),
+            Some(("dp", _)) => *engine == EngineKind::Dp,
+            _ => *engine != EngineKind::SinglePerCard,
+        };
+        if !key.starts_with("ddp.") && !key.starts_with("dp.") && !AB_KEYS.contains(&key) {
+            return Err(Error::usage(format!("`run.ab`: `{key}` cannot be tried beside its other value"))
+                .hint(format!("use a key of ddp or dp, or one of {}", AB_KEYS.join(", "))));
+        }
+        touched.retain(fits);
+    }
+    if touched.is_empty() {
+        return Err(Error::usage(format!("`run.ab`: \"{set}\" means nothing to any engine of the run"))
+            .hint("add its engine with --engines, or leave it out"));
+    }
+    Ok(AbPlan { set: set.split_whitespace().collect::<Vec<_>>().join(" "), engines: touched })
 }
 
 fn data(settings: &Settings) -> Result<DataPlan> {
@@ -267,15 +315,65 @@ fn optimizer(settings: &Settings) -> Result<OptimizerPlan> {
     })
 }
 
-fn ddp(settings: &Settings) -> DdpPlan {
-    DdpPlan {
+fn dp(settings: &Settings, cards: usize) -> Result<DpPlan> {
+    let output_card = settings.size("dp.output_card").unwrap_or(0);
+    if output_card >= cards {
+        return Err(Error::usage(format!(
+            "`dp.output_card` is {output_card}, but the run has {cards} cards"
+        ))
+        .hint(format!("use 0 to {}", cards - 1)));
+    }
+    let chunk_weights: Option<Vec<f64>> = settings.parsed("dp.chunk_weights")?;
+    if let Some(weights) = chunk_weights.as_ref().filter(|weights| weights.len() != cards) {
+        return Err(Error::usage(format!(
+            "`dp.chunk_weights` has {} weights, but the run has {cards} cards",
+            weights.len()
+        ))
+        .hint("give one weight a card, as in `--set dp.chunk_weights=1,2` for two"));
+    }
+    Ok(DpPlan { output_card, chunk_weights })
+}
+
+fn ddp(settings: &Settings, batch: BatchPlan) -> Result<DdpPlan> {
+    let (rank, start_step) =
+        (settings.integer("ddp.powersgd_rank"), settings.size("ddp.powersgd_start_step"));
+    let comm_hook = match settings.word("ddp.comm_hook") {
+        Some("bf16") => CommHookPlan::Bf16,
+        Some("fp16") => CommHookPlan::Fp16,
+        Some("powersgd") => CommHookPlan::Powersgd {
+            rank: rank.unwrap_or(1),
+            start_step: start_step.map_or(2, |step| step as u64),
+        },
+        _ => CommHookPlan::None,
+    };
+    if !matches!(comm_hook, CommHookPlan::Powersgd { .. }) && (rank.is_some() || start_step.is_some()) {
+        return Err(Error::usage(
+            "`ddp.powersgd_rank` and `ddp.powersgd_start_step` need `ddp.comm_hook` powersgd",
+        )
+        .hint("add `--set ddp.comm_hook=powersgd`, or leave them out"));
+    }
+    let accumulate = settings.size("ddp.accumulate").unwrap_or(1);
+    if accumulate > batch.per_card {
+        return Err(Error::usage(format!(
+            "`ddp.accumulate` is {accumulate}, but a card has {} samples a step",
+            batch.per_card
+        ))
+        .hint(format!("use 1 to {}", batch.per_card)));
+    }
+    Ok(DdpPlan {
         bucket_cap_mb: settings.number("ddp.bucket_cap_mb").unwrap_or(25.0),
         first_bucket_mb: settings.number("ddp.first_bucket_mb").unwrap_or(1.0),
         overlap: settings.switch("ddp.overlap").unwrap_or(true),
         gradient_as_bucket_view: settings.switch("ddp.gradient_as_bucket_view").unwrap_or(false),
         find_unused_parameters: settings.switch("ddp.find_unused_parameters").unwrap_or(false),
+        static_graph: settings.switch("ddp.static_graph").unwrap_or(false),
         broadcast_buffers: settings.switch("ddp.broadcast_buffers").unwrap_or(true),
-    }
+        init_sync: settings.switch("ddp.init_sync").unwrap_or(true),
+        comm_hook,
+        accumulate,
+        join: settings.switch("ddp.join").unwrap_or(false),
+        sync_batch_norm: settings.switch("ddp.sync_batch_norm").unwrap_or(false),
+    })
 }
 
 fn inject(settings: &Settings, cards: usize) -> Result<Option<InjectPlan>> {
@@ -415,7 +513,22 @@ mod tests {
             (&[], "ddp.overlap=false"),
             (&[], "ddp.gradient_as_bucket_view=true"),
             (&[], "ddp.find_unused_parameters=true"),
+            (&[], "ddp.static_graph=true"),
             (&[], "ddp.broadcast_buffers=false"),
+            (&[], "ddp.init_sync=false"),
+            (&[], "ddp.comm_hook=bf16"),
+            (&["ddp.comm_hook=powersgd"], "ddp.powersgd_rank=3"),
+            (&["ddp.comm_hook=powersgd"], "ddp.powersgd_start_step=5"),
+            (&[], "ddp.accumulate=2"),
+            (&[], "ddp.join=true"),
+            (&[], "ddp.sync_batch_norm=true"),
+            (&[], "run.precision=bf16"),
+            (&[], "run.tf32=true"),
+            (&[], "run.ab=ddp.overlap=false"),
+            (&[], "run.peers=torch"),
+            (&[], "optimizer.clip_norm=1"),
+            (&[], "dp.output_card=1"),
+            (&[], "dp.chunk_weights=1,2"),
             (&[], "sample.period_ms=50"),
             (&["inject.percent=5"], "inject.phase=forward"),
             (&["inject.phase=forward"], "inject.percent=5"),
@@ -427,8 +540,7 @@ mod tests {
             assert_ne!(plain, Some(set), "{pair}");
         }
         // These have one value, or repeat what the data says: they can only be refused.
-        let fixed = ["run.precision", "dp.output_card", "model.input", "model.classes", "model.channels"]
-            .map(str::to_owned);
+        let fixed = ["model.input", "model.classes", "model.channels"].map(str::to_owned);
         let tried = cases.iter().map(|(_, pair)| pair.split('=').next().unwrap().to_owned()).chain(fixed);
         let mut tried: Vec<String> = tried.collect();
         tried.sort();
@@ -479,7 +591,13 @@ mod tests {
             "run.seed=-1",
             "run.deadline_s=0",
             "run.deadline_s=inf",
-            "run.precision=fp16",
+            "run.precision=fp8",
+            "run.ab=overlap",
+            "optimizer.clip_norm=0",
+            "dp.chunk_weights=1,0",
+            "ddp.comm_hook=fp8",
+            "ddp.powersgd_start_step=1",
+            "ddp.accumulate=0",
             "run.device=gpu",
             "model.hidden=0",
             "model.hidden=99999999",
@@ -499,7 +617,7 @@ mod tests {
             "optimizer.momentum=-0.1",
             "optimizer.weight_decay=-1",
             "optimizer.weight_decay=nan",
-            "dp.output_card=1",
+            "dp.output_card=-1",
             "ddp.bucket_cap_mb=0",
             "ddp.first_bucket_mb=-1",
             "sample.period_ms=0",
@@ -561,6 +679,15 @@ mod tests {
 
     #[test]
     fn contradictions_are_refused() {
+        assert!(refusal("", &["dp.output_card=2"]).contains("has 2 cards | use 0 to 1"));
+        assert!(refusal("", &["dp.chunk_weights=1,2,3"]).contains("has 3 weights"));
+        assert!(refusal("", &["ddp.powersgd_rank=2"]).contains("need `ddp.comm_hook` powersgd"));
+        assert!(refusal("", &["ddp.accumulate=65"]).contains("a card has 64 samples a step"));
+        assert!(refusal("", &["run.ab=run.seed=3"]).contains("`run.seed` cannot be tried"));
+        assert!(
+            refusal("", &["run.engines=dp", "run.ab=ddp.overlap=false"])
+                .contains("means nothing to any engine")
+        );
         assert!(refusal("", &["batch.global=64", "batch.per_card=32"]).contains("both `batch.global` (64)"));
         assert!(refusal("", &["run.cards=2", "run.cards=3"]).contains("set twice"));
         assert!(

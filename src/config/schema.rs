@@ -31,6 +31,10 @@ pub(super) enum Kind {
     Words(&'static [&'static str]),
     /// One to four sizes of at least 1: a list, or one string with commas.
     Shape,
+    /// Numbers above 0, at least one: a list, or one string with commas.
+    Weights,
+    /// Texts, each some `key=value` with blanks between: a list, or a single one.
+    Pairs,
 }
 
 /// Largest extent of one dimension of a sample.
@@ -62,6 +66,23 @@ impl Kind {
                 let sizes: Result<Vec<i64>, _> = list.split(',').map(|n| n.trim().parse()).collect();
                 self.read(&Value::Array(sizes.ok()?.into_iter().map(Value::Integer).collect()))
             }
+            (Self::Weights, Value::Array(list)) => {
+                let read = |value: &Value| POSITIVE.read(value);
+                let list: Option<Vec<Value>> = list.iter().map(read).collect();
+                list.filter(|list| !list.is_empty()).map(Value::Array)
+            }
+            (Self::Weights, Value::Integer(_) | Value::Float(_)) => {
+                self.read(&Value::Array(vec![value.clone()]))
+            }
+            (Self::Weights, Value::String(list)) => {
+                let numbers: Result<Vec<f64>, _> = list.split(',').map(|n| n.trim().parse()).collect();
+                self.read(&Value::Array(numbers.ok()?.into_iter().map(Value::Float).collect()))
+            }
+            (Self::Pairs, Value::Array(list)) => list
+                .iter()
+                .all(|text| text.as_str().is_some_and(|text| text.contains('=')))
+                .then(|| value.clone()),
+            (Self::Pairs, Value::String(_)) => self.read(&Value::Array(vec![value.clone()])),
             _ => None,
         }
     }
@@ -78,6 +99,8 @@ impl Kind {
                 format!("a list of {}, each at most once and at least one", words.join(", "))
             }
             Self::Shape => format!("one to four integers from 1 to {LONGEST}"),
+            Self::Weights => "a list of numbers above 0, one a card".to_owned(),
+            Self::Pairs => "a list of texts such as \"ddp.overlap=false\"".to_owned(),
         }
     }
 
@@ -98,6 +121,7 @@ const fn only(only: &'static [&'static str], name: &'static str, kind: Kind) -> 
     Key { name, kind, only }
 }
 
+const POSITIVE: Kind = Kind::Number("above 0, at most 1e9", |x| x > 0.0 && x <= 1e9);
 const POSITIVE_MIB: Kind = Kind::Number("above 0, at most 65536 (MiB)", |x| x > 0.0 && x <= 65536.0);
 
 /// Whether a model (by name) reads token sequences; the others read numbers, and nothing reads both.
@@ -108,17 +132,23 @@ pub(super) fn reads_tokens(model: Option<&str>) -> bool {
 /// Most cards of one run.
 pub(super) const MAX_CARDS: i64 = 1024;
 
+/// Every engine, by name.
+const ENGINES: &[&str] = &["single", "single_per_card", "dp", "ddp", "torch_single", "torch_dp", "torch_ddp"];
+
 /// Every key.
 pub(super) const KEYS: &[Key] = &[
     key("run.device", Kind::Word(&["auto", "cpu", "cuda"])),
     key("run.cards", Kind::Integer(1, MAX_CARDS)),
-    key("run.engines", Kind::Words(&["single", "single_per_card", "dp", "ddp"])),
+    key("run.engines", Kind::Words(ENGINES)),
     key("run.rounds", Kind::Integer(1, 1000)),
     key("run.warmup", Kind::Integer(0, 100_000)),
     key("run.steps", Kind::Integer(1, 1_000_000)),
     key("run.seed", Kind::Integer(0, i64::MAX)),
     key("run.threads_per_card", Kind::Integer(1, 1024)),
-    key("run.precision", Kind::Word(&["fp32"])),
+    key("run.precision", Kind::Word(&["fp32", "bf16", "fp16"])),
+    key("run.tf32", Kind::Switch),
+    key("run.ab", Kind::Pairs),
+    key("run.peers", Kind::Word(&["none", "torch"])),
     key("run.deadline_s", Kind::Number("above 0, at most 86400 (seconds)", |x| x > 0.0 && x <= 86_400.0)),
     key("model.name", Kind::Word(&["mlp", "convnet", "resnet18", "gpt"])),
     only(&["mlp"], "model.input", Kind::Integer(1, 1 << 24)),
@@ -146,14 +176,24 @@ pub(super) const KEYS: &[Key] = &[
     key("optimizer.lr", Kind::Number("above 0, at most 1000", |x| x > 0.0 && x <= 1000.0)),
     only(&["sgd"], "optimizer.momentum", Kind::Number("from 0 to below 1", |x| (0.0..1.0).contains(&x))),
     key("optimizer.weight_decay", Kind::Number("from 0 to 1000", |x| (0.0..=1000.0).contains(&x))),
-    // DataParallel's other choices need peer copies between any two cards.
-    key("dp.output_card", Kind::Integer(0, 0)),
+    key("optimizer.clip_norm", POSITIVE),
+    key("dp.output_card", Kind::Integer(0, MAX_CARDS - 1)),
+    key("dp.chunk_weights", Kind::Weights),
     key("ddp.bucket_cap_mb", POSITIVE_MIB),
     key("ddp.first_bucket_mb", POSITIVE_MIB),
     key("ddp.overlap", Kind::Switch),
     key("ddp.gradient_as_bucket_view", Kind::Switch),
     key("ddp.find_unused_parameters", Kind::Switch),
+    key("ddp.static_graph", Kind::Switch),
     key("ddp.broadcast_buffers", Kind::Switch),
+    key("ddp.init_sync", Kind::Switch),
+    key("ddp.comm_hook", Kind::Word(&["none", "bf16", "fp16", "powersgd"])),
+    key("ddp.powersgd_rank", Kind::Integer(1, 1 << 10)),
+    // From 2 on: error feedback needs one whole gradient before it, as in PyTorch.
+    key("ddp.powersgd_start_step", Kind::Integer(2, 1_000_000)),
+    key("ddp.accumulate", Kind::Integer(1, 1 << 16)),
+    key("ddp.join", Kind::Switch),
+    key("ddp.sync_batch_norm", Kind::Switch),
     key("sample.period_ms", Kind::Integer(10, 60_000)),
     key("inject.phase", Kind::Word(&["forward", "backward", "update"])),
     key("inject.percent", Kind::Number("above 0, at most 10000", |x| x > 0.0 && x <= 10_000.0)),

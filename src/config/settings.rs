@@ -43,6 +43,15 @@ impl Overrides {
         self
     }
 
+    /// A flag that may be repeated and stands for the list `key`.
+    pub fn list(&mut self, flag: &'static str, key: &str, values: &[String]) -> &mut Self {
+        if !values.is_empty() {
+            let values = values.iter().map(|value| Value::from(value.as_str())).collect();
+            self.entries.push((flag, key.to_owned(), Value::Array(values)));
+        }
+        self
+    }
+
     /// One `--set key=value`. The value is TOML; text that is not TOML is a string, so words need no quotes.
     pub fn set(&mut self, pair: &str) -> Result<&mut Self> {
         let (key, value) = pair.split_once('=').ok_or_else(|| {
@@ -51,6 +60,21 @@ impl Overrides {
         })?;
         self.entries.push(("--set", key.trim().to_owned(), scalar(value.trim())));
         Ok(self)
+    }
+
+    /// The same with these `key=value` in place of what was said about their keys.
+    pub fn with(&self, pairs: &[String]) -> Result<Self> {
+        let mut tried = Self::default();
+        for pair in pairs {
+            tried.set(pair)?;
+        }
+        for (flag, _, _) in &mut tried.entries {
+            *flag = "run.ab";
+        }
+        let mut all = self.clone();
+        all.entries.retain(|(_, key, _)| !tried.entries.iter().any(|(_, other, _)| key == other));
+        all.entries.extend(tried.entries);
+        Ok(all)
     }
 }
 

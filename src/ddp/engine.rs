@@ -3,19 +3,17 @@
 use super::{DistributedDataParallel, Options, Share};
 use crate::Result;
 use crate::comm::Collective;
-use crate::config::{InjectPlan, OptimizerPlan};
 use crate::data::Batch;
-use crate::engine::{Engine, StepOutcome, timed};
+use crate::engine::{Engine, Recipe, StepOutcome, Updater, timed};
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
-use crate::torch::optim::Optimizer;
 
 /// One rank: its own replica and optimiser, on the card of the calling thread.
 pub struct DdpEngine {
     ddp: DistributedDataParallel<Box<dyn Model>>,
-    optimizer: Optimizer,
+    recipe: Recipe,
+    updater: Updater,
     card: usize,
-    inject: Option<InjectPlan>,
 }
 
 impl DdpEngine {
@@ -24,13 +22,13 @@ impl DdpEngine {
         model: Box<dyn Model>,
         collective: Box<dyn Collective>,
         options: Options,
-        optimizer: OptimizerPlan,
-        inject: Option<InjectPlan>,
+        recipe: impl Into<Recipe>,
     ) -> Result<Self> {
+        let recipe = recipe.into();
         let card = options.card;
         let ddp = DistributedDataParallel::new(model, collective, options)?;
-        let optimizer = Optimizer::new(optimizer, ddp.parameters());
-        Ok(Self { ddp, optimizer, card, inject })
+        let updater = Updater::new(recipe, ddp.parameters());
+        Ok(Self { ddp, recipe, updater, card })
     }
 
     /// The wrapper.
@@ -40,9 +38,9 @@ impl DdpEngine {
 }
 
 impl Engine for DdpEngine {
-    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
-        let Self { ddp, optimizer, inject, .. } = self;
-        let inject = inject.as_ref();
+    fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
+        let Self { ddp, recipe, .. } = self;
+        let inject = recipe.inject.as_ref();
         // By samples: equal shares come out as 1/world_size, and uneven ranks as one process on all of them.
         let share = Share::Samples { mine: batch.samples, global: batch.global_samples };
         let mut value = 0.0;
@@ -60,11 +58,11 @@ impl Engine for DdpEngine {
         };
         timed(recorder, inject, Phase::Backward, || ddp.begin_backward(loss.as_ref(), share))?;
         recorder.time(Phase::Wait, || ddp.finish_backward())?;
-        timed(recorder, inject, Phase::Update, || {
-            optimizer.step()?;
-            optimizer.zero_grad()
-        })?;
         Ok(StepOutcome { loss: value, samples: batch.samples, spans: ddp.take_spans() })
+    }
+
+    fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
+        self.updater.update(recorder)
     }
 
     fn state(&self) -> &State {

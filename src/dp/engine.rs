@@ -3,18 +3,16 @@
 use super::apply::Mode;
 use super::{DataParallel, Options};
 use crate::card::VirtualCard;
-use crate::config::OptimizerPlan;
 use crate::data::Batch;
-use crate::engine::{Engine, StepOutcome, timed};
+use crate::engine::{Engine, Recipe, StepOutcome, Updater};
 use crate::error::Result;
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
-use crate::torch::optim::Optimizer;
 
 /// Trains one model on all cards from the calling thread, which works for the first of them.
 pub struct DpEngine {
     parallel: DataParallel,
-    optimizer: Optimizer,
+    updater: Updater,
 }
 
 impl DpEngine {
@@ -22,29 +20,28 @@ impl DpEngine {
     pub fn new(
         cards: &[VirtualCard],
         options: Options,
-        optimizer: OptimizerPlan,
+        recipe: impl Into<Recipe>,
         factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
     ) -> Result<Self> {
         let parallel = DataParallel::new(cards, options, factory)?;
-        let optimizer = Optimizer::new(optimizer, parallel.parameters());
-        Ok(Self { parallel, optimizer })
+        let updater = Updater::new(recipe.into(), parallel.parameters());
+        Ok(Self { parallel, updater })
     }
 }
 
 impl Engine for DpEngine {
-    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
+    fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
         let gathered = self.parallel.run_forward(&batch.input, Mode::Train, recorder)?;
         let (loss, seed) = recorder.time(Phase::Loss, || -> Result<_> {
             let loss = model::loss(&gathered.output, &batch.target)?;
             Ok((loss.f_double_value(&[])?, self.parallel.seed(&loss)?))
         })?;
         self.parallel.run_backward(seed, recorder)?;
-        let inject = self.parallel.options.inject;
-        timed(recorder, inject.as_ref(), Phase::Update, || {
-            self.optimizer.step()?;
-            self.optimizer.zero_grad()
-        })?;
         Ok(StepOutcome { loss, samples: batch.samples, spans: std::mem::take(&mut self.parallel.spans) })
+    }
+
+    fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
+        self.updater.update(recorder)
     }
 
     fn state(&self) -> &State {

@@ -1,14 +1,17 @@
 //! What all engines share: the trait, the loop that warms up and measures, and the `single` engine.
 //!
-//! Engines differ in [`Engine::step`] and in nothing else; the loop never asks which one it drives.
+//! Engines differ in how they come by gradients ([`Engine::backward`]); what is done with them
+//! ([`Updater`]) is the same for all, and the loop never asks which engine it drives.
 
 mod burn;
 mod run_loop;
 mod single;
+mod update;
 
 pub use burn::{burn, timed};
 pub use run_loop::{Event, RunLoop, StepEvent};
 pub use single::Single;
+pub use update::{Recipe, Updater};
 
 use crate::Result;
 use crate::data::Batch;
@@ -18,9 +21,13 @@ use crate::model::State;
 /// One way to run a training step. A value of this trait lives in one process and works for one or
 /// more cards.
 pub trait Engine {
-    /// Forward, backward and update on this process's part of the global batch. Phases of the calling
-    /// thread go to `recorder`; those of other threads come back in the outcome.
-    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome>;
+    /// Forward and backward on this process's part of the global batch. Afterwards the gradients of
+    /// [`Self::state`] are those of the mean loss over the global batch, on every process. Phases of the
+    /// calling thread go to `recorder`; those of other threads come back in the outcome.
+    fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome>;
+
+    /// Turns the gradients into new weights, and forgets them.
+    fn update(&mut self, recorder: &mut Recorder) -> Result<()>;
 
     /// The weights (of card 0, or of this rank).
     fn state(&self) -> &State;
@@ -32,7 +39,7 @@ pub trait Engine {
     fn cards(&self) -> Vec<usize>;
 }
 
-/// What one step gave.
+/// What one backward gave.
 #[derive(Debug)]
 pub struct StepOutcome {
     /// Mean loss over this process's samples.

@@ -7,6 +7,7 @@ use crate::data::Loader;
 use crate::error::{Error, Kind, Result};
 use crate::metrics::phase::{Phase, Recorder, Span};
 use crate::units::Nanos;
+use std::path::{Path, PathBuf};
 
 /// What happened, in order.
 #[derive(Debug)]
@@ -39,12 +40,14 @@ pub struct StepEvent {
 }
 
 /// Steps of one round.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Default)]
 pub struct RunLoop {
     /// Steps before measuring.
     pub warmup: usize,
     /// Measured steps.
     pub steps: usize,
+    /// Where the gradients of the very first step go, if anywhere: as they are before they are clipped.
+    pub save_gradients: Option<PathBuf>,
 }
 
 impl RunLoop {
@@ -62,7 +65,8 @@ impl RunLoop {
             if step == self.warmup {
                 observe(Event::MeasuringStarts)?;
             }
-            let event = one_step(step as u64, engine, loader, &mut recorder)?;
+            let save = self.save_gradients.as_deref().filter(|_| step == 0);
+            let event = one_step(step as u64, engine, loader, &mut recorder, save)?;
             observe(Event::Step(event))?;
         }
         observe(Event::MeasuringEnds)
@@ -74,13 +78,18 @@ fn one_step(
     engine: &mut dyn Engine,
     loader: &mut Loader,
     recorder: &mut Recorder,
+    save_gradients: Option<&Path>,
 ) -> Result<StepEvent> {
     let at_step = |error: Error| error.context(format_args!("step {step}"));
     recorder.set_step(step);
     let start = Nanos::now();
     let batch = recorder.time(Phase::Data, || loader.next()).map_err(at_step)?;
     let repeated = batch.repeated;
-    let outcome = engine.step(batch, recorder).map_err(at_step)?;
+    let outcome = engine.backward(batch, recorder).map_err(at_step)?;
+    if let Some(path) = save_gradients {
+        engine.state().gradients().save(path)?;
+    }
+    engine.update(recorder).map_err(at_step)?;
     let end = Nanos::now();
     if outcome.samples > 0 && !outcome.loss.is_finite() {
         return Err(Error::new(Kind::Worker, format!("step {step}: the loss is {}", outcome.loss))
@@ -106,9 +115,12 @@ mod tests {
     }
 
     impl Engine for Scripted {
-        fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
+        fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
             let loss = recorder.time(Phase::Forward, || self.losses.remove(0));
             Ok(StepOutcome { loss, samples: batch.samples, spans: Vec::new() })
+        }
+        fn update(&mut self, _: &mut Recorder) -> Result<()> {
+            Ok(())
         }
         fn state(&self) -> &State {
             &self.state
@@ -135,11 +147,15 @@ mod tests {
         let mut loader = Loader::new(Arc::new(data), options).unwrap();
         let mut engine = Scripted { losses: losses.to_vec(), state: State::default() };
         let mut events = Vec::new();
-        let result = RunLoop { warmup: 1, steps: 2 }.run(&mut engine, &mut loader, &mut |event| {
-            let stop = matches!(&event, Event::Step(step) if Some(step.step) == stop_at);
-            events.push(event);
-            if stop { Err(Error::new(Kind::Interrupted, "stopped")) } else { Ok(()) }
-        });
+        let result = RunLoop { warmup: 1, steps: 2, ..RunLoop::default() }.run(
+            &mut engine,
+            &mut loader,
+            &mut |event| {
+                let stop = matches!(&event, Event::Step(step) if Some(step.step) == stop_at);
+                events.push(event);
+                if stop { Err(Error::new(Kind::Interrupted, "stopped")) } else { Ok(()) }
+            },
+        );
         (events, result)
     }
 

@@ -1,32 +1,30 @@
 //! One card, no communication: the reference that the other engines must agree with.
 
-use super::{Engine, StepOutcome, timed};
+use super::{Engine, Recipe, StepOutcome, Updater, timed};
 use crate::Result;
-use crate::config::{InjectPlan, OptimizerPlan};
 use crate::data::Batch;
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
-use crate::torch::optim::Optimizer;
 use crate::torch::{grad, no_grad};
 
 /// Trains a model on the card of the calling thread.
 pub struct Single {
     model: Box<dyn Model>,
-    optimizer: Optimizer,
-    inject: Option<InjectPlan>,
+    recipe: Recipe,
+    updater: Updater,
 }
 
 impl Single {
     /// Over this model's trainable parameters.
-    pub fn new(model: Box<dyn Model>, optimizer: OptimizerPlan, inject: Option<InjectPlan>) -> Self {
+    pub fn new(model: Box<dyn Model>, recipe: Recipe) -> Self {
         let parameters = model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
-        Self { model, optimizer: Optimizer::new(optimizer, parameters), inject }
+        Self { model, recipe, updater: Updater::new(recipe, parameters) }
     }
 }
 
 impl Engine for Single {
-    fn step(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
-        let inject = self.inject.as_ref();
+    fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
+        let inject = self.recipe.inject.as_ref();
         let output = timed(recorder, inject, Phase::Forward, || self.model.forward(&batch.input, true))?;
         let (loss, value) = recorder.time(Phase::Loss, || -> Result<_> {
             let loss = model::loss(&output, &batch.target)?;
@@ -34,11 +32,11 @@ impl Engine for Single {
             Ok((loss, value))
         })?;
         timed(recorder, inject, Phase::Backward, || grad::backward(&[&loss], &[None]))?;
-        timed(recorder, inject, Phase::Update, || {
-            self.optimizer.step()?;
-            self.optimizer.zero_grad()
-        })?;
         Ok(StepOutcome { loss: value, samples: batch.samples, spans: Vec::new() })
+    }
+
+    fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
+        self.updater.update(recorder)
     }
 
     fn state(&self) -> &State {

@@ -4,7 +4,7 @@
 //! The worker's standard input stays open as long as the parent lives: its end is how a worker learns
 //! that nobody listens any more.
 
-use crate::config::{EngineKind, Plan};
+use crate::config::{EngineKind, Layout, Plan};
 use crate::error::{Error, Kind};
 use crate::metrics::phase::{CardTotals, StepReport};
 use crate::metrics::record::CardInfo;
@@ -34,6 +34,8 @@ pub struct Job {
     pub init: Option<PathBuf>,
     /// Where rank 0 leaves the weights it starts from.
     pub save_initial: Option<PathBuf>,
+    /// Where rank 0 leaves the gradients of its first step, as they are before they are clipped.
+    pub save_gradients: Option<PathBuf>,
     /// Where rank 0 leaves the weights of the end.
     pub save_final: Option<PathBuf>,
     /// How long it runs.
@@ -44,9 +46,9 @@ impl Job {
     /// Positions, in the run's card list, of the cards this process works for: all of them where one
     /// process drives the engine, else the one at its rank.
     pub fn own_cards(&self) -> &[CardInfo] {
-        match self.engine {
-            EngineKind::Ddp => self.cards.get(self.rank..=self.rank).unwrap_or_default(),
-            EngineKind::Single | EngineKind::SinglePerCard | EngineKind::Dp => &self.cards,
+        match self.engine.layout() {
+            Layout::ProcessPerCard => self.cards.get(self.rank..=self.rank).unwrap_or_default(),
+            Layout::OneCard | Layout::OneProcess => &self.cards,
         }
     }
 }

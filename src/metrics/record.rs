@@ -3,7 +3,7 @@
 //! Reports and gates are rebuilt from these types alone. A value that could not be had is `None`:
 //! `null` in JSON, an empty cell in CSV; never zero, never NaN. A new key here is a promise to readers.
 
-use crate::config::{EngineKind, Plan};
+use crate::config::Plan;
 use crate::metrics::phase::Phase;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -28,7 +28,8 @@ pub struct Results {
     pub environment: Environment,
     /// What was run.
     pub plan: Plan,
-    /// What was measured, by engine name (`single`, `single_per_card`, `dp`, `ddp`; peers `torch_*`).
+    /// What was measured, by engine name (`single`, `single_per_card`, `dp`, `ddp`; peers `torch_*`),
+    /// with options that were tried beside it in brackets: `ddp[comm_hook=bf16]`.
     pub engines: BTreeMap<String, EngineRecord>,
     /// The engines against each other.
     pub comparison: Comparison,
@@ -127,9 +128,21 @@ pub struct Software {
     pub cuda: Option<String>,
 }
 
+/// Options that one row has and its base has not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tried {
+    /// Row without them.
+    pub base: String,
+    /// `key=value` each.
+    pub options: Vec<String>,
+}
+
 /// One engine: its rounds and what follows from them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EngineRecord {
+    /// What is tried in this row; `None` for an engine as the plan has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tried: Option<Tried>,
     /// Cards it ran on.
     pub cards: usize,
     /// Samples a step sees in all.
@@ -262,8 +275,25 @@ pub struct Comparison {
     pub dp_over_single: Option<Ratio>,
     /// Throughput of `ddp` over `single`.
     pub ddp_over_single: Option<Ratio>,
+    /// Our engines over PyTorch's of the same kind, by our name.
+    #[serde(default)]
+    pub over_torch: BTreeMap<String, Ratio>,
+    /// What each option that was tried costs, by row.
+    #[serde(default)]
+    pub ab: BTreeMap<String, AbResult>,
     /// Whether they computed the same thing.
     pub losses: LossAgreement,
+}
+
+/// One row against its base.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct AbResult {
+    /// Throughput over that of the base; `None` where no pair of rounds has both.
+    pub throughput: Option<Ratio>,
+    /// Largest relative difference of a loss from the base's, over the steps that are judged.
+    pub loss_difference: Option<f64>,
+    /// What it may be: rounding where the option is exact, more where it rounds on purpose.
+    pub tolerance: f64,
 }
 
 /// A ratio of throughputs: the median of the ratios of paired rounds.
@@ -304,8 +334,8 @@ pub struct Warning {
 /// One row of `steps.csv`. The whole step is the row whose phase is `step`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StepRow {
-    /// Engine.
-    pub engine: EngineKind,
+    /// Row: an engine's name, with the options tried if there are any.
+    pub engine: String,
     /// Round, from 0.
     pub round: usize,
     /// Process.
@@ -327,8 +357,8 @@ pub struct StepRow {
 /// One row of `samples.csv`: what the sampler read of one card at one moment.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SampleRow {
-    /// Engine running.
-    pub engine: EngineKind,
+    /// Row that is running.
+    pub engine: String,
     /// Round, from 0.
     pub round: usize,
     /// When, CLOCK_MONOTONIC.

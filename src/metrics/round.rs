@@ -6,7 +6,7 @@
 use super::phase::{CardTotals, Phase, Span, StepReport};
 use super::record::{CardRound, Round, RoundStatus, StepRow};
 use super::stats;
-use crate::config::EngineKind;
+use crate::config::{EngineKind, Layout};
 use crate::error::{Error, Kind, Result};
 use crate::units::Nanos;
 use std::collections::{BTreeMap, BTreeSet};
@@ -88,9 +88,9 @@ pub fn failed(error: &Error) -> Round {
 }
 
 /// Rows of `steps.csv` of one rank: for each step the whole of it on each card, then its phases.
-pub fn step_rows(engine: EngineKind, round: usize, rank: usize, log: &RankLog) -> Vec<StepRow> {
+pub fn step_rows(engine: &str, round: usize, rank: usize, log: &RankLog) -> Vec<StepRow> {
     let row = |card, step, phase: &str, start: Nanos, duration: Nanos, samples| StepRow {
-        engine,
+        engine: engine.to_owned(),
         round,
         rank,
         card,
@@ -218,9 +218,9 @@ impl Communication {
 fn communication(engine: EngineKind, spans: &[Span], card_steps: usize) -> Communication {
     let total: u64 =
         spans.iter().filter(|span| span.phase.is_communication()).map(|span| span.duration.0).sum();
-    let exposed = match engine {
-        EngineKind::Ddp => waited_for_all_reduce(spans),
-        EngineKind::Single | EngineKind::SinglePerCard | EngineKind::Dp => total,
+    let exposed = match engine.layout() {
+        Layout::ProcessPerCard => waited_for_all_reduce(spans),
+        Layout::OneCard | Layout::OneProcess => total,
     };
     let mean_ms = |time: u64| Nanos(time).as_ms() / card_steps as f64;
     Communication { total_ms: mean_ms(total), exposed_ms: mean_ms(exposed) }
@@ -466,7 +466,7 @@ mod tests {
             steps: vec![step(0, 1.0, 5, 10, 30, vec![span(0, 1, Phase::Scatter, 11, 2)])],
             ..RankLog::default()
         };
-        let rows = step_rows(EngineKind::Dp, 2, 0, &log);
+        let rows = step_rows("dp", 2, 0, &log);
         let short: Vec<_> = rows
             .iter()
             .map(|row| (row.card, row.phase.as_str(), row.start_ns / MS, row.duration_ns / MS, row.samples))

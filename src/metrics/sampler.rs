@@ -7,7 +7,6 @@
 use super::proc;
 use super::record::{SampleRow, Sampling};
 use crate::card::Meter;
-use crate::config::EngineKind;
 use crate::error::{Error, Kind, Result};
 use crate::units::Nanos;
 use std::collections::BTreeMap;
@@ -36,7 +35,7 @@ pub struct WatchedCard {
 #[derive(Debug)]
 pub struct Subject {
     /// Engine that runs, for the rows.
-    pub engine: EngineKind,
+    pub engine: String,
     /// Round, for the rows.
     pub round: usize,
     /// Cards the engine runs on.
@@ -195,7 +194,7 @@ fn read_card(
         _ => Reading::Missing,
     };
     let row = SampleRow {
-        engine: subject.engine,
+        engine: subject.engine.clone(),
         round: subject.round,
         t_ns: now.0,
         card: card.index,
@@ -299,7 +298,7 @@ mod tests {
         let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
         let meter = Arc::new(Meter::create(1).unwrap());
         let subject =
-            Subject { engine: EngineKind::Ddp, round: 0, cards: vec![card.clone()], pids: vec![], meter };
+            Subject { engine: "ddp".into(), round: 0, cards: vec![card.clone()], pids: vec![], meter };
         let mut utilisation = Utilisation::new(1);
         let mut threads = Threads::new();
         threads.insert((1, 1), Watched { card: 0, on_cpu: Nanos(MS), alive: true });
@@ -332,7 +331,7 @@ mod tests {
         let meter = Arc::new(Meter::create(1).unwrap());
         meter.card(0).live_bytes.store(4096, Relaxed);
         let subject = Subject {
-            engine: EngineKind::Dp,
+            engine: "dp".into(),
             round: 3,
             cards: vec![card],
             pids: vec![std::process::id()],

@@ -5,7 +5,7 @@
 
 use crate::Result;
 use crate::error::{Error, Kind};
-use crate::torch::no_grad;
+use crate::torch::{grad, no_grad};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -129,6 +129,17 @@ impl State {
                 Ok(())
             })
         })
+    }
+
+    /// The gradients of the trained parameters under their names, as far as they are defined.
+    pub fn gradients(&self) -> Self {
+        let mut gradients = Self::default();
+        for entry in self.parameters() {
+            if let Some(gradient) = grad::grad(&entry.tensor) {
+                let _ = gradients.buffer(entry.name.clone(), gradient);
+            }
+        }
+        gradients
     }
 
     /// Names and handles, for another state's [`State::copy_from`].

@@ -63,17 +63,29 @@ pub(super) fn engine(name: &str) -> String {
         "single_per_card" => "Single per card".to_owned(),
         "dp" => "DP".to_owned(),
         "ddp" => "DDP".to_owned(),
-        other => other
-            .strip_prefix("torch_")
-            .map_or_else(|| other.to_owned(), |rest| format!("PyTorch {}", engine(rest))),
+        other => match (other.strip_prefix("torch_"), other.split_once('[')) {
+            (Some(rest), _) => format!("PyTorch {}", engine(rest)),
+            (None, Some((base, options))) => format!("{} [{options}", engine(base)),
+            (None, None) => other.to_owned(),
+        },
     }
 }
 
-/// The run's engines in the order in which people compare them: ours first, then peers by name.
+/// The run's engines in the order in which people compare them: ours first, then peers.
 pub(super) fn engines_in_order(results: &Results) -> Vec<&str> {
-    let ours = [EngineKind::SinglePerCard, EngineKind::Single, EngineKind::Dp, EngineKind::Ddp]
-        .map(EngineKind::name);
-    let place = |name: &str| ours.iter().position(|known| *known == name).unwrap_or(ours.len());
+    let order = [
+        EngineKind::SinglePerCard,
+        EngineKind::Single,
+        EngineKind::Dp,
+        EngineKind::Ddp,
+        EngineKind::TorchSingle,
+        EngineKind::TorchDp,
+        EngineKind::TorchDdp,
+    ]
+    .map(EngineKind::name);
+    // A row that tries an option stands after its engine.
+    let base = |name: &str| name.split('[').next().unwrap_or_default().to_owned();
+    let place = |name: &str| order.iter().position(|known| *known == base(name)).unwrap_or(order.len());
     let mut names: Vec<&str> = results.engines.keys().map(String::as_str).collect();
     names.sort_by_key(|name| place(name));
     names

@@ -52,8 +52,7 @@ enum Args {
 /// The trace file's bytes.
 pub(super) fn trace(run: &Run) -> Result<Vec<u8>> {
     let mut trace_events = Vec::new();
-    let kinds = [EngineKind::Single, EngineKind::SinglePerCard, EngineKind::Dp, EngineKind::Ddp];
-    for (place, engine) in kinds.into_iter().enumerate() {
+    for (place, engine) in EngineKind::ALL.into_iter().enumerate() {
         engine_events(run, engine, place + 1, &mut trace_events);
     }
     let note = "the last finished round of each engine; steps.csv has all rounds";
@@ -64,8 +63,8 @@ pub(super) fn trace(run: &Run) -> Result<Vec<u8>> {
 fn engine_events<'a>(run: &'a Run, engine: EngineKind, pid: usize, events: &mut Vec<Event<'a>>) {
     let Some(record) = run.results.engines.get(engine.name()) else { return };
     let Some(round) = record.rounds.iter().rposition(|round| round.status == RoundStatus::Ok) else { return };
-    let steps = || run.steps.iter().filter(move |row| row.engine == engine && row.round == round);
-    let samples = || run.samples.iter().filter(move |row| row.engine == engine && row.round == round);
+    let steps = || run.steps.iter().filter(move |row| row.engine == engine.name() && row.round == round);
+    let samples = || run.samples.iter().filter(move |row| row.engine == engine.name() && row.round == round);
     // Each engine starts at zero: what compares them is the shape, and rounds are far apart.
     let Some(zero) = steps().map(|row| row.start_ns).min() else { return };
     let micros = |t: u64| (t as f64 - zero as f64) / 1e3;

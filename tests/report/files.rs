@@ -1,7 +1,6 @@
 //! The files a report consists of.
 
 use crate::fixture::{Fixture, Size};
-use dp_vs_ddp::config::EngineKind;
 use dp_vs_ddp::metrics::record::Status;
 use dp_vs_ddp::report;
 use dp_vs_ddp::units::Nanos;
@@ -164,8 +163,8 @@ fn engines_that_were_not_run_are_not_missed() {
     for keep in [&["single"][..], &["dp"], &["ddp", "single"], &[]] {
         let mut fixture = Fixture::new(Size { rounds: 1, steps: 5, ..Size::default() });
         fixture.results.engines.retain(|name, _| keep.contains(&name.as_str()));
-        fixture.steps.retain(|row| keep.contains(&row.engine.name()));
-        fixture.samples.retain(|row| keep.contains(&row.engine.name()));
+        fixture.steps.retain(|row| keep.contains(&row.engine.as_str()));
+        fixture.samples.retain(|row| keep.contains(&row.engine.as_str()));
         dp_vs_ddp::metrics::stats::conclude(&mut fixture.results).unwrap();
         let run = folder();
         let written = write(&fixture, run.path());
@@ -283,7 +282,7 @@ fn rows_of_failed_rounds_and_unknown_phases_do_no_harm() {
     record.rounds[1].status = dp_vs_ddp::metrics::record::RoundStatus::Failed;
     record.rounds[1].error = Some("rank 1 was killed by signal 9 (SIGKILL)".into());
     dp_vs_ddp::metrics::stats::conclude(&mut fixture.results).unwrap();
-    for row in fixture.steps.iter_mut().filter(|row| row.engine == EngineKind::Dp && row.phase == "gather") {
+    for row in fixture.steps.iter_mut().filter(|row| row.engine == "dp" && row.phase == "gather") {
         row.phase = "of_the_future".into();
     }
     let run = folder();

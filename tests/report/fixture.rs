@@ -2,8 +2,8 @@
 //! all work. Rows come first; what a round says is computed from them.
 
 use dp_vs_ddp::config::{
-    BatchPlan, DataPlan, DataSource, DdpPlan, DeviceChoice, DpPlan, EngineKind, ModelPlan, OptimizerPlan,
-    Plan, Precision, RunPlan, SamplePlan,
+    BatchPlan, CommHookPlan, DataPlan, DataSource, DdpPlan, DeviceChoice, DpPlan, EngineKind, ModelPlan,
+    OptimizerPlan, Plan, Precision, RunPlan, SamplePlan,
 };
 use dp_vs_ddp::metrics::phase::Phase;
 use dp_vs_ddp::metrics::record::{
@@ -62,6 +62,7 @@ impl Fixture {
                 sample(engine, round, cards, size, start, clock, &round_record, &mut noise, &mut samples);
                 let global = if engine == EngineKind::SinglePerCard { 64 / size.cards } else { 64 };
                 let record = engines.entry(engine.name().to_owned()).or_insert_with(|| EngineRecord {
+                    tried: None,
                     cards,
                     global_batch: global,
                     batch_per_card: global / cards,
@@ -171,6 +172,7 @@ fn script(engine: EngineKind, card: usize, cards: usize) -> Script {
             (Wait, 0.7),
             (Update, 2.0),
         ],
+        EngineKind::TorchSingle | EngineKind::TorchDp | EngineKind::TorchDdp => Vec::new(),
     }
 }
 
@@ -191,7 +193,7 @@ fn one_step(
         let rank = if engine == EngineKind::Ddp { card } else { 0 };
         let mut row = |phase: &str, start_ns: u64, end_ns: u64, samples: Option<u64>| {
             rows.push(StepRow {
-                engine,
+                engine: engine.to_string(),
                 round,
                 rank,
                 card,
@@ -301,7 +303,7 @@ fn sample(
         for card in 0..cards {
             let busy = record.cards[card].utilisation_percent_mean.unwrap_or(0.0);
             samples.push(SampleRow {
-                engine,
+                engine: engine.to_string(),
                 round,
                 t_ns,
                 card,
@@ -353,20 +355,29 @@ fn plan(size: Size) -> Plan {
             seed: 1,
             threads_per_card: 1,
             precision: Precision::Fp32,
+            tf32: false,
             deadline_s: 30.0,
+            ab: vec![],
         },
         model: ModelPlan::Mlp { input: 784, hidden: 2048, classes: 10 },
         data: DataPlan { source: DataSource::Mnist10k, shuffle: true, drop_last: true, workers: 1 },
         batch: BatchPlan { global: 64, per_card: 64 / size.cards },
         optimizer: OptimizerPlan::Sgd { lr: 0.05, momentum: 0.9, weight_decay: 0.0 },
-        dp: DpPlan { output_card: 0 },
+        clip_norm: None,
+        dp: DpPlan { output_card: 0, chunk_weights: None },
         ddp: DdpPlan {
             bucket_cap_mb: 25.0,
             first_bucket_mb: 1.0,
             overlap: true,
             gradient_as_bucket_view: false,
             find_unused_parameters: false,
+            static_graph: false,
             broadcast_buffers: true,
+            init_sync: true,
+            comm_hook: CommHookPlan::None,
+            accumulate: 1,
+            join: false,
+            sync_batch_norm: false,
         },
         sample: SamplePlan { period_ms: size.period_ms },
         inject: None,

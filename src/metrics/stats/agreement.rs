@@ -1,19 +1,47 @@
 //! Whether the engines computed the same thing: the check that stands beside every speed.
 
 use super::summary::ok_rounds;
-use crate::config::{EngineKind, OptimizerPlan, Plan, Precision};
+use crate::config::{CommHookPlan, EngineKind, Layout, OptimizerPlan, Plan, Precision};
 use crate::metrics::record::{EngineRecord, LossAgreement, Results};
 
 /// Steps whose losses are judged. Later ones are shown and not judged: rounding grows from step to
 /// step, under BatchNorm and Adam quickly.
 pub const CHECKED_STEPS: usize = 20;
 
+/// What rounding to 16 bits on purpose explains.
+const ROUNDED: f64 = 2e-2;
+
+/// What a low-rank approximation of the gradients explains.
+const LOW_RANK: f64 = 2e-1;
+
 /// How far losses may be apart, relatively: what rounding in another order of summation explains.
 pub fn tolerance(plan: &Plan) -> f64 {
-    match (plan.run.precision, plan.optimizer) {
-        (Precision::Fp32, OptimizerPlan::Sgd { .. }) => 1e-4,
-        (Precision::Fp32, OptimizerPlan::Adam { .. }) => 1e-3,
+    match (plan.run.precision, plan.ddp.comm_hook, plan.optimizer) {
+        (Precision::Bf16 | Precision::Fp16, ..) | (_, CommHookPlan::Bf16 | CommHookPlan::Fp16, _) => ROUNDED,
+        // Low rank is not rounding: how far it strays depends on the model.
+        (_, CommHookPlan::Powersgd { .. }, _) => LOW_RANK,
+        (Precision::Fp32, CommHookPlan::None, OptimizerPlan::Sgd { .. }) => 1e-4,
+        (Precision::Fp32, CommHookPlan::None, OptimizerPlan::Adam { .. }) => 1e-3,
     }
+}
+
+/// The same for a row that tries these options (`key=value`) beside the plan.
+pub(super) fn tolerance_of(plan: &Plan, options: &[String]) -> f64 {
+    let exact = tolerance(plan);
+    let lossy = options.iter().map(|option| match option.as_str() {
+        "ddp.comm_hook=powersgd" => LOW_RANK,
+        "run.precision=bf16" | "run.precision=fp16" | "ddp.comm_hook=bf16" | "ddp.comm_hook=fp16" => ROUNDED,
+        _ => exact,
+    });
+    lossy.fold(exact, f64::max)
+}
+
+/// Largest relative difference of a loss in the first [`CHECKED_STEPS`] steps of paired rounds; `None`
+/// without a pair.
+pub(super) fn largest_difference(a: &EngineRecord, b: &EngineRecord) -> Option<f64> {
+    let mut check = Check::default();
+    check.pair(("", a), ("", b), f64::INFINITY);
+    check.max_difference
 }
 
 /// `|a - b| / max(|a|, |b|)`; zero for two zeros.
@@ -29,9 +57,10 @@ pub fn relative_difference(a: f64, b: f64) -> f64 {
 pub fn loss_agreement(results: &Results) -> LossAgreement {
     let tolerance = tolerance(&results.plan);
     let batch_norm = results.plan.model.has_batch_norm() && results.plan.run.cards > 1;
-    let taking_part: Vec<(&str, &EngineRecord)> = [EngineKind::Single, EngineKind::Dp, EngineKind::Ddp]
+    let taking_part: Vec<(&str, &EngineRecord)> = EngineKind::ALL
         .into_iter()
-        .filter(|kind| !(batch_norm && *kind == EngineKind::Single))
+        .filter(|kind| *kind != EngineKind::SinglePerCard)
+        .filter(|kind| !(batch_norm && kind.layout() == Layout::OneCard))
         .filter_map(|kind| results.engines.get(kind.name()).map(|record| (kind.name(), record)))
         .filter(|(_, record)| ok_rounds(record).next().is_some())
         .collect();
@@ -42,8 +71,8 @@ pub fn loss_agreement(results: &Results) -> LossAgreement {
             check.pair(*a, *b, tolerance);
         }
     }
-    if let Some((_, record)) = taking_part.iter().find(|(name, _)| *name == EngineKind::Ddp.name()) {
-        check.digests(record);
+    for (name, record) in &results.engines {
+        check.digests(name, record);
     }
 
     let left_out = if batch_norm && results.engines.contains_key(EngineKind::Single.name()) {
@@ -110,13 +139,13 @@ impl Check {
         }
     }
 
-    fn digests(&mut self, ddp: &EngineRecord) {
+    fn digests(&mut self, name: &str, ddp: &EngineRecord) {
         for (round, record) in ok_rounds(ddp) {
             let digests = &record.weights_digests;
             if let Some(rank) = digests.iter().position(|digest| *digest != digests[0]) {
                 self.fault.get_or_insert_with(|| {
                     format!(
-                        "round {round}: weights of ddp's rank {rank} differ from rank 0's after the last step"
+                        "round {round}: weights of {name}'s rank {rank} differ from rank 0's after the last step"
                     )
                 });
             }

@@ -13,9 +13,10 @@ pub use bootstrap::{MIN_ROUNDS, RESAMPLES, median_interval};
 pub use describe::{median, percentile, refuse_non_finite, spread};
 pub use summary::{imbalance, paired_ratios, ratio, scaling, summarise};
 
-use super::record::{Comparison, Results};
+use super::record::{AbResult, Comparison, Ratio, Results};
 use crate::Result;
 use crate::config::EngineKind;
+use std::collections::BTreeMap;
 
 /// Fills in every engine's summary and the comparison, from the rounds that `results` holds. May be
 /// called after every cell: what is already there is computed afresh.
@@ -53,6 +54,37 @@ pub fn compare(results: &Results) -> Result<Comparison> {
         ddp_over_dp: against(EngineKind::Ddp, EngineKind::Dp)?,
         dp_over_single: against(EngineKind::Dp, EngineKind::Single)?,
         ddp_over_single: against(EngineKind::Ddp, EngineKind::Single)?,
+        over_torch: over_torch(results)?,
+        ab: ab(results)?,
         losses,
     })
+}
+
+/// Our rows over PyTorch's of the same kind, and with the same options.
+fn over_torch(results: &Results) -> Result<BTreeMap<String, Ratio>> {
+    let mut ratios = BTreeMap::new();
+    for (name, ours) in &results.engines {
+        let peer = format!("torch_{name}");
+        let Some(theirs) = results.engines.get(&peer) else { continue };
+        if let Some(found) = ratio(name, ours, &peer, theirs, results.plan.run.seed)? {
+            ratios.insert(name.clone(), found);
+        }
+    }
+    Ok(ratios)
+}
+
+/// Every row that tries options over its base.
+fn ab(results: &Results) -> Result<BTreeMap<String, AbResult>> {
+    let mut all = BTreeMap::new();
+    for (name, record) in &results.engines {
+        let Some(tried) = &record.tried else { continue };
+        let Some(base) = results.engines.get(&tried.base) else { continue };
+        let result = AbResult {
+            throughput: ratio(name, record, &tried.base, base, results.plan.run.seed)?,
+            loss_difference: agreement::largest_difference(record, base),
+            tolerance: agreement::tolerance_of(&results.plan, &tried.options),
+        };
+        all.insert(name.clone(), result);
+    }
+    Ok(all)
 }

@@ -3,7 +3,7 @@
 use super::bootstrap::median_interval;
 use super::describe::{median, refuse_non_finite};
 use crate::Result;
-use crate::config::EngineKind;
+use crate::config::{EngineKind, Layout};
 use crate::metrics::record::{
     CardRound, EngineRecord, Estimate, Imbalance, Ratio, Round, RoundStatus, Scaling, Spread, Summary,
 };
@@ -80,15 +80,17 @@ pub fn scaling(
     record: &EngineRecord,
     engines: &BTreeMap<String, EngineRecord>,
 ) -> Result<Scaling> {
-    if [EngineKind::Single, EngineKind::SinglePerCard].iter().any(|kind| kind.name() == name) {
-        return Ok(Scaling::default());
-    }
+    // Peers scale against PyTorch on one card, which has no row at the per-card batch.
+    let kind = EngineKind::from_name(name.split('[').next().unwrap_or_default());
+    let bases: &[EngineKind] = match kind {
+        Some(kind) if kind.layout() == Layout::OneCard => return Ok(Scaling::default()),
+        Some(kind) if kind.is_peer() => &[EngineKind::TorchSingle],
+        _ => &[EngineKind::Single, EngineKind::SinglePerCard],
+    };
     let against = |batch: usize| {
         // On one card both batches are the same, and `single` serves as either.
-        let base = [EngineKind::Single, EngineKind::SinglePerCard]
-            .iter()
-            .filter_map(|kind| engines.get(kind.name()))
-            .find(|base| base.global_batch == batch);
+        let base =
+            bases.iter().filter_map(|kind| engines.get(kind.name())).find(|base| base.global_batch == batch);
         base.and_then(|base| median(&paired_ratios(record, base))).map(|ratio| ratio / record.cards as f64)
     };
     let scaling = Scaling { weak: against(record.batch_per_card), strong: against(record.global_batch) };
@@ -171,6 +173,7 @@ mod tests {
 
     fn engine(cards: usize, global_batch: usize, throughputs: &[f64]) -> EngineRecord {
         EngineRecord {
+            tried: None,
             cards,
             global_batch,
             batch_per_card: global_batch / cards,

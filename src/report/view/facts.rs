@@ -52,6 +52,8 @@ pub(super) fn facts(results: &Results, readings: usize) -> Vec<Fact> {
                 "{}, seed {}",
                 match plan.run.precision {
                     Precision::Fp32 => "32-bit floats",
+                    Precision::Bf16 => "32-bit floats, bfloat16 autocast",
+                    Precision::Fp16 => "32-bit floats, float16 autocast with a scaled loss",
                 },
                 plan.run.seed
             ),

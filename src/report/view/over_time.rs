@@ -112,9 +112,14 @@ pub(super) fn windows(results: &Results, steps: &[StepRow]) -> Windows {
     let mut windows = Windows::new();
     let measured =
         steps.iter().filter(|row| row.phase == "step" && row.step >= results.plan.run.warmup as u64);
-    for row in measured.filter(|row| is_ok(results, row.engine, row.round)) {
+    for row in measured {
+        // Rows that try an option are not drawn over time: their figures stand in a table.
+        let Some(engine) = EngineKind::from_name(&row.engine) else { continue };
+        if !is_ok(results, engine, row.round) {
+            continue;
+        }
         let end = row.start_ns.saturating_add(row.duration_ns);
-        let window = windows.entry((row.engine, row.round)).or_insert((row.start_ns, end));
+        let window = windows.entry((engine, row.round)).or_insert((row.start_ns, end));
         *window = (window.0.min(row.start_ns), window.1.max(end));
     }
     windows
@@ -135,7 +140,9 @@ fn over_time(
 ) -> OverTime {
     let mut by_card: BTreeMap<(EngineKind, usize, usize), Vec<&SampleRow>> = BTreeMap::new();
     for row in samples {
-        by_card.entry((row.engine, row.round, row.card)).or_default().push(row);
+        if let Some(engine) = EngineKind::from_name(&row.engine) {
+            by_card.entry((engine, row.round, row.card)).or_default().push(row);
+        }
     }
     for rows in by_card.values_mut() {
         rows.sort_by_key(|row| row.t_ns);

@@ -162,7 +162,9 @@ fn measured<'a>(
         .get(engine.name())
         .map(|record| (0..record.rounds.len()).filter(|round| is_ok(results, engine, *round)).collect())
         .unwrap_or_default();
-    steps.iter().filter(move |row| row.engine == engine && row.step >= warmup && rounds.contains(&row.round))
+    steps
+        .iter()
+        .filter(move |row| row.engine == engine.name() && row.step >= warmup && rounds.contains(&row.round))
 }
 
 #[cfg(test)]
@@ -171,7 +173,7 @@ mod tests {
 
     fn row(card: usize, step: u64, phase: &str, start_ms: u64, length_ms: u64) -> StepRow {
         StepRow {
-            engine: EngineKind::Dp,
+            engine: "dp".into(),
             round: 0,
             rank: 0,
             card,
