@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Group, Job, Limits, MemoryFile, Message, Mode, Program, StoreAddress};
 use crate::metrics::record::{CardInfo, SampleRow};
 use crate::metrics::round::RankLog;
-use crate::metrics::sampler::{Account, Sampler, Subject, WatchedCard};
+use crate::metrics::sampler::{Account, Charge, Sampler, Subject, WatchedCard, WatchedProcess};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -84,7 +84,7 @@ pub(crate) fn run(
             engine: cell.row.name.clone(),
             round: cell.round,
             cards: cards.iter().map(watched).collect(),
-            pids: group.pids(),
+            processes: processes(engine, &group.pids()),
             meter,
         };
         let period = Duration::from_millis(request.plan.sample.period_ms);
@@ -126,6 +126,12 @@ fn jobs(
         mode: cell.mode,
     };
     (0..world_size).map(job).collect()
+}
+
+/// Whom the processes of an engine work for: ours say it by thread.
+fn processes(engine: EngineKind, pids: &[u32]) -> Vec<WatchedProcess> {
+    let charge = |rank| if engine.is_peer() { Charge::All(rank) } else { Charge::ByThreadName };
+    pids.iter().enumerate().map(|(rank, &pid)| WatchedProcess { pid, charge: charge(rank) }).collect()
 }
 
 /// This program, or PyTorch's, as a worker, with the variables that would make OpenMP break the rules of virtual cards:

@@ -28,13 +28,24 @@ pub fn process(pid: u32) -> PathBuf {
 /// The threads of a process (`/proc/PID` or `/proc/self`) that work for a card. A thread that ends while
 /// this reads is left out; a process that is gone is an error.
 pub fn card_threads(process: &Path) -> io::Result<Vec<ThreadCpu>> {
+    threads(process, |task| {
+        let name = std::fs::read_to_string(task.join("comm")).ok()?;
+        card_of(name.trim_end())
+    })
+}
+
+/// All threads of a process that works for this card alone, whatever their names.
+pub fn all_threads(process: &Path, card: usize) -> io::Result<Vec<ThreadCpu>> {
+    threads(process, |_| Some(card))
+}
+
+fn threads(process: &Path, card_of_task: impl Fn(&Path) -> Option<usize>) -> io::Result<Vec<ThreadCpu>> {
     let mut threads = Vec::new();
     for entry in std::fs::read_dir(process.join("task"))? {
         let entry = entry?;
         let Some(tid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         let path = entry.path();
-        let Ok(name) = std::fs::read_to_string(path.join("comm")) else { continue };
-        let Some(card) = card_of(name.trim_end()) else { continue };
+        let Some(card) = card_of_task(&path) else { continue };
         let Ok(schedstat) = std::fs::read_to_string(path.join("schedstat")) else { continue };
         let Some(on_cpu) = parse_schedstat(&schedstat) else { continue };
         threads.push(ThreadCpu { tid, card, on_cpu });
@@ -96,6 +107,14 @@ mod tests {
         assert!(charged >= Nanos(30_000_000), "{charged:?}");
         assert!(charged < Nanos(60_000_000), "{charged:?}");
         assert_eq!(spin("loader701", 5), Nanos(0));
+    }
+
+    #[test]
+    fn all_threads_of_a_process_that_is_not_ours_work_for_its_card() {
+        let own = Path::new("/proc/self");
+        let all = all_threads(own, 3).unwrap();
+        assert!(!all.is_empty() && all.iter().all(|thread| thread.card == 3));
+        assert!(all.len() > card_threads(own).unwrap().iter().filter(|thread| thread.card == 3).count());
     }
 
     #[test]

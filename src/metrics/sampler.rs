@@ -31,6 +31,24 @@ pub struct WatchedCard {
     pub cores: usize,
 }
 
+/// A process that works for cards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WatchedProcess {
+    /// Its number.
+    pub pid: u32,
+    /// Whom its threads work for.
+    pub charge: Charge,
+}
+
+/// Whom a process's threads work for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Charge {
+    /// Their names say it, and the process counts its cards' memory.
+    ByThreadName,
+    /// All for this card: a process that is not ours. Nobody counts its memory.
+    All(usize),
+}
+
 /// What is watched.
 #[derive(Debug)]
 pub struct Subject {
@@ -41,7 +59,7 @@ pub struct Subject {
     /// Cards the engine runs on.
     pub cards: Vec<WatchedCard>,
     /// Its processes.
-    pub pids: Vec<u32>,
+    pub processes: Vec<WatchedProcess>,
     /// Its counters.
     pub meter: Arc<Meter>,
 }
@@ -130,7 +148,7 @@ fn watch(
     // The sender is dropped when it is time to stop.
     while stopped.recv_timeout(left_until(deadline)) == Err(RecvTimeoutError::Timeout) {
         account.ticks += 1;
-        read_threads(&subject.pids, &mut threads);
+        read_threads(&subject.processes, &mut threads);
         for (card, utilisation) in subject.cards.iter().zip(&mut meters) {
             let (row, rejected) = read_card(subject, card, &threads, utilisation);
             account.rejected += u64::from(rejected);
@@ -162,11 +180,16 @@ struct Watched {
     alive: bool,
 }
 
-fn read_threads(pids: &[u32], threads: &mut Threads) {
+fn read_threads(processes: &[WatchedProcess], threads: &mut Threads) {
     threads.values_mut().for_each(|thread| thread.alive = false);
-    for &pid in pids {
+    for &WatchedProcess { pid, charge } in processes {
+        let process = proc::process(pid);
+        let found = match charge {
+            Charge::ByThreadName => proc::card_threads(&process),
+            Charge::All(card) => proc::all_threads(&process, card),
+        };
         // That a process has ended is for `launch` to say.
-        for thread in proc::card_threads(&proc::process(pid)).unwrap_or_default() {
+        for thread in found.unwrap_or_default() {
             let watched = Watched { card: thread.card, on_cpu: thread.on_cpu, alive: true };
             threads.insert((pid, thread.tid), watched);
         }
@@ -185,6 +208,7 @@ fn read_card(
     // since the last reading went with them, and would look like idleness.
     let seen = mine().any(|thread| thread.alive);
     let meter = subject.meter.cards().get(card.index);
+    let counted = subject.processes.iter().all(|process| process.charge == Charge::ByThreadName);
     let reading = match meter {
         Some(meter) if seen => {
             let busy = mine().map(|thread| thread.on_cpu.0).sum::<u64>() as i64
@@ -203,7 +227,7 @@ fn read_card(
             Reading::Percent(value) => Some(value),
             Reading::Missing | Reading::Rejected => None,
         },
-        memory_used_bytes: meter.filter(|_| seen).map(|meter| meter.live_bytes.load(Relaxed)),
+        memory_used_bytes: meter.filter(|_| seen && counted).map(|meter| meter.live_bytes.load(Relaxed)),
         power_mw: None,
     };
     (row, reading == Reading::Rejected)
@@ -298,7 +322,7 @@ mod tests {
         let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
         let meter = Arc::new(Meter::create(1).unwrap());
         let subject =
-            Subject { engine: "ddp".into(), round: 0, cards: vec![card.clone()], pids: vec![], meter };
+            Subject { engine: "ddp".into(), round: 0, cards: vec![card.clone()], processes: vec![], meter };
         let mut utilisation = Utilisation::new(1);
         let mut threads = Threads::new();
         threads.insert((1, 1), Watched { card: 0, on_cpu: Nanos(MS), alive: true });
@@ -307,7 +331,7 @@ mod tests {
         let (idle, _) = read_card(&subject, &card, &threads, &mut utilisation);
         assert_eq!((idle.utilisation_percent, idle.memory_used_bytes), (Some(0.0), Some(0)));
         // No process is left to be found.
-        read_threads(&subject.pids, &mut threads);
+        read_threads(&subject.processes, &mut threads);
         let (ended, rejected) = read_card(&subject, &card, &threads, &mut utilisation);
         assert_eq!((ended.utilisation_percent, ended.memory_used_bytes, rejected), (None, None, false));
     }
@@ -334,7 +358,7 @@ mod tests {
             engine: "dp".into(),
             round: 3,
             cards: vec![card],
-            pids: vec![std::process::id()],
+            processes: vec![WatchedProcess { pid: std::process::id(), charge: Charge::ByThreadName }],
             meter,
         };
         let sampler = Sampler::start(subject, Duration::from_millis(100), rows).unwrap();

@@ -25,6 +25,7 @@ pub fn console(results: &Results) -> String {
             tables::balance(results),
             &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap"],
         ),
+        (tables::ab(results), &["Throughput", "Memory peak", "Loss differs by", "Allowed"]),
         (tables::cards(results), &["Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms", "Peak memory"]),
     ] {
         if !table.rows.is_empty() {

@@ -12,6 +12,10 @@ pub(super) fn markdown(view: &View) -> String {
     text += &table(&view.speed);
     text += "\n";
     text += &table(&view.balance);
+    if !view.ab.rows.is_empty() {
+        text += "\n## What options cost\n\n";
+        text += &table(&view.ab);
+    }
     text += "\n## Cards\n\n";
     text += &table(&view.cards);
     text += "\n## What was run\n\n";

@@ -30,6 +30,7 @@ pub(super) fn verdict(results: &Results) -> Verdict {
     sentences.extend([EngineKind::Dp, EngineKind::Ddp].into_iter().filter_map(|kind| cards(results, kind)));
     sentences.extend(memory(results));
     sentences.extend(against_one_card(results));
+    sentences.extend(against_torch(results));
     sentences.push(correctness(results));
     sentences.extend(precision(results));
     sentences.extend(virtual_cards(results));
@@ -161,6 +162,18 @@ fn against_one_card(results: &Results) -> Option<String> {
     let batch = results.plan.batch.global;
     (!parts.is_empty())
         .then(|| format!("Against one card with the same global batch of {batch}: {}.", parts.join(", ")))
+}
+
+/// Our engines against PyTorch's, in the same rounds.
+fn against_torch(results: &Results) -> Option<String> {
+    let kinds = [EngineKind::Single, EngineKind::Dp, EngineKind::Ddp];
+    let parts: Vec<String> = kinds
+        .into_iter()
+        .filter_map(|kind| Some((kind, results.comparison.over_torch.get(kind.name())?)))
+        .map(|(kind, ratio)| format!("{} {}", text::engine(kind.name()), text::ratio(ratio)))
+        .collect();
+    (!parts.is_empty())
+        .then(|| format!("Against PyTorch's own engines in the same rounds: {}.", parts.join(", ")))
 }
 
 fn correctness(results: &Results) -> String {

@@ -43,6 +43,7 @@ pub(super) fn engine(name: &str) -> Ink {
         "ddp" => Ink(0x00, 0x72, 0xB2),
         "torch_dp" => Ink(0xE6, 0x9F, 0x00),
         "torch_ddp" => Ink(0x56, 0xB4, 0xE9),
+        "torch_single" => Ink(0xB0, 0xA8, 0x90),
         _ => Ink(0x00, 0x9E, 0x73),
     }
 }
@@ -70,6 +71,6 @@ pub(super) const AREA: f64 = 0.35;
 /// Each area colour, and what stands for it on a dark ground.
 pub(super) fn areas_on_dark() -> Vec<(Ink, Ink)> {
     const DARK: Ink = Ink(0x16, 0x1B, 0x21);
-    let names = ["single", "single_per_card", "dp", "ddp", "torch_dp", "torch_ddp", ""];
+    let names = ["single", "single_per_card", "dp", "ddp", "torch_single", "torch_dp", "torch_ddp", ""];
     names.map(engine).map(|ink| (ink.tint(AREA), ink.over(DARK, 0.5))).to_vec()
 }

@@ -25,6 +25,8 @@ pub(super) struct View {
     pub(super) speed: Table,
     pub(super) balance: Table,
     pub(super) cards: Table,
+    /// Options that were tried; without rows where none was.
+    pub(super) ab: Table,
     pub(super) facts: Vec<Fact>,
     pub(super) warnings: Vec<Warning>,
     /// What could not be used, in plain words.
@@ -80,6 +82,7 @@ impl View {
             speed: tables::speed(results),
             balance: tables::balance(results),
             cards: tables::cards(results),
+            ab: tables::ab(results),
             facts: facts::facts(results, run.samples.len()),
             warnings: results.warnings.clone(),
             notes: run.notes.clone(),

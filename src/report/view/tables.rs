@@ -75,6 +75,41 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
     })
 }
 
+/// What each option that was tried costs: its row against its base, round by round.
+pub(in crate::report) fn ab(results: &Results) -> Table {
+    let header = ["Tried", "Throughput", "Memory peak", "Exposed comm.", "Loss differs by", "Allowed"];
+    let rows = text::engines_in_order(results).into_iter().filter_map(|name| {
+        let record = &results.engines[name];
+        let base = results.engines.get(&record.tried.as_ref()?.base)?;
+        let result = results.comparison.ab.get(name);
+        let difference = |figure: fn(&EngineRecord) -> Option<f64>, show: fn(f64) -> String| {
+            let (own, base) = (figure(record)?, figure(base)?);
+            // A minus sign, not a hyphen: it stands beside figures.
+            Some(format!("{}{}", if own < base { "\u{2212}" } else { "+" }, show((own - base).abs())))
+        };
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| MISSING.to_owned());
+        Some(vec![
+            text::engine(name),
+            or_dash(result.and_then(|result| result.throughput.as_ref()).map(text::ratio)),
+            or_dash(difference(largest_peak, |b| crate::units::bytes(b as u64))),
+            or_dash(difference(exposed, |ms| format!("{} ms", number(ms)))),
+            or_dash(result.and_then(|result| result.loss_difference).map(|d| format!("{d:.1e}"))),
+            or_dash(result.map(|result| format!("{:.0e}", result.tolerance))),
+        ])
+    });
+    Table { header: header.map(str::to_owned).to_vec(), rows: rows.collect() }
+}
+
+/// The most that any card held.
+fn largest_peak(record: &EngineRecord) -> Option<f64> {
+    let peaks = record.summary.as_ref()?.cards.iter().filter_map(|card| card.memory_peak_bytes);
+    peaks.max().map(|bytes| bytes as f64)
+}
+
+fn exposed(record: &EngineRecord) -> Option<f64> {
+    median(&ok_rounds(record).iter().filter_map(|round| round.exposed_communication_ms).collect::<Vec<_>>())
+}
+
 /// A table with one line an engine: its name, and what `cells` says of it.
 fn by_engine(results: &Results, header: &[&str], cells: impl Fn(&EngineRecord) -> Vec<String>) -> Table {
     let rows = text::engines_in_order(results).into_iter().map(|name| {
