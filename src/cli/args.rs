@@ -129,8 +129,9 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) init: Option<PathBuf>,
 
-    /// Leave the initial weights and each engine's final ones (after the last round) in the run folder's
-    /// weights/, so that other tools can check them
+    /// Leave the initial weights, each engine's gradients of the first step (`ENGINE.gradients`) and its
+    /// final weights (after the last round) in the run folder's weights/, so that other tools can check
+    /// them
     #[arg(long)]
     pub(crate) save_weights: bool,
 }

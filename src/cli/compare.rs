@@ -12,7 +12,7 @@ use super::{ExitStatus, environment, interrupt, worker};
 use crate::config::Uneven;
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Message, Mode};
-use crate::metrics::record::{Comparison, Results, RoundStatus, SCHEMA, Status, Warning};
+use crate::metrics::record::{AbResult, Comparison, Results, RoundStatus, SCHEMA, Status, Warning};
 use crate::metrics::sampler::Account;
 use crate::metrics::stats;
 use crate::metrics::{record::Round, round};
@@ -271,9 +271,9 @@ impl Run<'_> {
             false => self.folder.path().to_owned(),
         };
         self.printer.status(&format!("wrote {}", page.display()));
-        Ok(match self.results.comparison.losses.agree {
-            Some(false) => ExitStatus::Failure,
-            Some(true) | None => ExitStatus::Success,
-        })
+        let comparison = &self.results.comparison;
+        let differs =
+            comparison.losses.agree == Some(false) || comparison.ab.values().any(AbResult::disagrees);
+        Ok(if differs { ExitStatus::Failure } else { ExitStatus::Success })
     }
 }

@@ -63,6 +63,8 @@ impl RunFolder {
 
     /// Where an engine's weights go.
     pub(crate) fn weights(&self, name: &str) -> PathBuf {
+        // `ddp[a=1 b=2]` as a name that shells leave alone.
+        let name = name.replace(['[', ' '], "+").replace(']', "");
         self.path.join("weights").join(format!("{name}.safetensors"))
     }
 

@@ -288,12 +288,21 @@ pub struct Comparison {
 /// One row against its base.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct AbResult {
-    /// Throughput over that of the base; `None` where no pair of rounds has both.
+    /// Throughput over that of the base; `None` where no pair of rounds has both, and where the losses
+    /// are further apart than the option explains.
     pub throughput: Option<Ratio>,
     /// Largest relative difference of a loss from the base's, over the steps that are judged.
     pub loss_difference: Option<f64>,
-    /// What it may be: rounding where the option is exact, more where it rounds on purpose.
-    pub tolerance: f64,
+    /// What it may be: rounding where the option is exact, more where it rounds on purpose. `None`
+    /// where the option changes what is computed, so that losses are shown and not judged.
+    pub tolerance: Option<f64>,
+}
+
+impl AbResult {
+    /// Whether the losses are further apart than the option explains.
+    pub fn disagrees(&self) -> bool {
+        self.loss_difference.zip(self.tolerance).is_some_and(|(difference, allowed)| difference > allowed)
+    }
 }
 
 /// A ratio of throughputs: the median of the ratios of paired rounds.

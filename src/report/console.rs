@@ -16,17 +16,22 @@ pub fn console(results: &Results) -> String {
     for sentence in &verdict.sentences {
         text += &wrap(sentence, "- ", "  ");
     }
+    // What options cost stands in a table of its own: rows with long names would not fit the others.
+    let plain = |table: Table| table.without(|name| name.contains('['));
     for (table, columns) in [
         (
-            tables::speed(results),
+            plain(tables::speed(results)),
             &["Batch, global", "Batch, per card", "Samples/s", "95 % interval", "Step, ms"][..],
         ),
         (
-            tables::balance(results),
+            plain(tables::balance(results)),
             &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap"],
         ),
         (tables::ab(results), &["Throughput", "Memory peak", "Loss differs by", "Allowed"]),
-        (tables::cards(results), &["Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms", "Peak memory"]),
+        (
+            plain(tables::cards(results)),
+            &["Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms", "Peak memory"],
+        ),
     ] {
         if !table.rows.is_empty() {
             text += "\n";
@@ -54,12 +59,27 @@ fn draw(table: &Table, columns: &[&str]) -> String {
         .load_style(comfy_table::presets::NOTHING.header_separator(LineStyle::none().fill('-').junction('-')))
         .set_content_arrangement(ContentArrangement::Disabled)
         .set_header(picked.header.iter().map(|name| two_lines(name)))
-        .add_rows(&picked.rows);
+        .add_rows(picked.rows.into_iter().map(|mut row| {
+            if let Some(name) = row.first_mut() {
+                *name = on_lines(name);
+            }
+            row
+        }));
     for column in drawn.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     // The table pads its last column: nothing on a line's end helps a reader or a diff.
     drawn.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+}
+
+/// `DDP [a=1 b=2]` with each option on a line of its own.
+fn on_lines(name: &str) -> String {
+    match name.split_once(" [") {
+        None => name.to_owned(),
+        Some((engine, options)) => {
+            format!("{engine}\n  {}", options.trim_end_matches(']').replace(' ', "\n  "))
+        }
+    }
 }
 
 /// A column's name over its unit or its kind, so that columns are as narrow as their figures.

@@ -32,6 +32,7 @@ pub(super) fn verdict(results: &Results) -> Verdict {
     sentences.extend(against_one_card(results));
     sentences.extend(against_torch(results));
     sentences.push(correctness(results));
+    sentences.extend(strayed(results));
     sentences.extend(precision(results));
     sentences.extend(virtual_cards(results));
     Verdict { headline: headline(results), sentences }
@@ -193,6 +194,19 @@ fn correctness(results: &Results) -> String {
         }
         (None, ..) => format!("Whether the engines give the same answers was not checked: {reason}."),
     }
+}
+
+/// Options under which an engine gives other answers than without them.
+fn strayed(results: &Results) -> Vec<String> {
+    let rows = results.comparison.ab.iter().filter(|(_, result)| result.disagrees());
+    rows.filter_map(|(name, result)| Some((name, result.loss_difference?, result.tolerance?)))
+        .map(|(name, difference, allowed)| {
+            format!(
+                "{} gives other answers than without the option: losses differ by {difference:.1e} relative, where {allowed:.0e} is allowed. Its speed would mean nothing.",
+                text::engine(name)
+            )
+        })
+        .collect()
 }
 
 /// How far the figures may be trusted: rounds, and cells that failed.

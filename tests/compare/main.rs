@@ -6,6 +6,7 @@
 )]
 
 mod faults;
+mod options;
 mod records;
 mod refusals;
 mod support;

@@ -25,15 +25,23 @@ pub fn tolerance(plan: &Plan) -> f64 {
     }
 }
 
-/// The same for a row that tries these options (`key=value`) beside the plan.
-pub(super) fn tolerance_of(plan: &Plan, options: &[String]) -> f64 {
+/// The same for a row that tries these options (`key=value`) beside the plan; `None` where they change
+/// what is computed.
+pub(super) fn tolerance_of(plan: &Plan, options: &[String]) -> Option<f64> {
     let exact = tolerance(plan);
-    let lossy = options.iter().map(|option| match option.as_str() {
-        "ddp.comm_hook=powersgd" => LOW_RANK,
-        "run.precision=bf16" | "run.precision=fp16" | "ddp.comm_hook=bf16" | "ddp.comm_hook=fp16" => ROUNDED,
-        _ => exact,
-    });
-    lossy.fold(exact, f64::max)
+    let of = |option: &String| match option.split('=').next().unwrap_or_default() {
+        "optimizer.clip_norm" | "ddp.join" => None,
+        // These change which samples a replica normalises together.
+        "ddp.sync_batch_norm" | "ddp.accumulate" | "dp.chunk_weights" if plan.model.has_batch_norm() => None,
+        _ => Some(match option.as_str() {
+            "ddp.comm_hook=powersgd" => LOW_RANK,
+            "run.precision=bf16" | "run.precision=fp16" | "ddp.comm_hook=bf16" | "ddp.comm_hook=fp16" => {
+                ROUNDED
+            }
+            _ => exact,
+        }),
+    };
+    options.iter().try_fold(exact, |allowed, option| Some(f64::max(allowed, of(option)?)))
 }
 
 /// Largest relative difference of a loss in the first [`CHECKED_STEPS`] steps of paired rounds; `None`
@@ -156,6 +164,25 @@ impl Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_an_option_may_change_depends_on_what_it_does() {
+        let plan = |name| {
+            let text = crate::config::builtin(name).unwrap();
+            let machine = crate::config::Machine { cards: 2, cores: 2 };
+            crate::config::resolve(name, text, &Default::default(), machine, crate::config::Uneven::Refuse)
+                .unwrap()
+        };
+        let allowed = |name, options: &[&str]| {
+            tolerance_of(&plan(name), &options.iter().map(|option| (*option).to_owned()).collect::<Vec<_>>())
+        };
+        assert_eq!(allowed("quick", &["ddp.overlap=false"]), Some(1e-4));
+        assert_eq!(allowed("quick", &["ddp.overlap=false", "ddp.comm_hook=bf16"]), Some(2e-2));
+        assert_eq!(allowed("quick", &["ddp.comm_hook=powersgd", "ddp.powersgd_rank=4"]), Some(2e-1));
+        assert_eq!(allowed("quick", &["ddp.accumulate=2"]), Some(1e-4));
+        assert_eq!(allowed("convnet-batchnorm", &["ddp.accumulate=2"]), None);
+        assert_eq!(allowed("quick", &["optimizer.clip_norm=1"]), None);
+    }
 
     #[test]
     fn the_difference_is_relative_to_the_larger() {

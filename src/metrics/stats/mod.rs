@@ -79,11 +79,14 @@ fn ab(results: &Results) -> Result<BTreeMap<String, AbResult>> {
     for (name, record) in &results.engines {
         let Some(tried) = &record.tried else { continue };
         let Some(base) = results.engines.get(&tried.base) else { continue };
-        let result = AbResult {
+        let mut result = AbResult {
             throughput: ratio(name, record, &tried.base, base, results.plan.run.seed)?,
             loss_difference: agreement::largest_difference(record, base),
             tolerance: agreement::tolerance_of(&results.plan, &tried.options),
         };
+        if result.disagrees() {
+            result.throughput = None;
+        }
         all.insert(name.clone(), result);
     }
     Ok(all)

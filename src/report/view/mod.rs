@@ -100,7 +100,8 @@ impl View {
 /// The engines whose cards are worth looking at one by one: those with several, or else the only one.
 fn shown_engines(results: &Results) -> Vec<EngineKind> {
     let measured = |kind: &EngineKind| results.engines.get(kind.name()).is_some_and(|e| e.summary.is_some());
-    let several: Vec<EngineKind> = [EngineKind::Dp, EngineKind::Ddp].into_iter().filter(measured).collect();
+    let several = [EngineKind::Dp, EngineKind::Ddp, EngineKind::TorchDp, EngineKind::TorchDdp];
+    let several: Vec<EngineKind> = several.into_iter().filter(measured).collect();
     if several.is_empty() { [EngineKind::Single].into_iter().filter(measured).collect() } else { several }
 }
 

@@ -93,8 +93,12 @@ pub(in crate::report) fn ab(results: &Results) -> Table {
             or_dash(result.and_then(|result| result.throughput.as_ref()).map(text::ratio)),
             or_dash(difference(largest_peak, |b| crate::units::bytes(b as u64))),
             or_dash(difference(exposed, |ms| format!("{} ms", number(ms)))),
-            or_dash(result.and_then(|result| result.loss_difference).map(|d| format!("{d:.1e}"))),
-            or_dash(result.map(|result| format!("{:.0e}", result.tolerance))),
+            or_dash(
+                result
+                    .and_then(|result| result.loss_difference)
+                    .map(|d| if d == 0.0 { "0".to_owned() } else { format!("{d:.1e}") }),
+            ),
+            or_dash(result.and_then(|result| result.tolerance).map(|allowed| format!("{allowed:.0e}"))),
         ])
     });
     Table { header: header.map(str::to_owned).to_vec(), rows: rows.collect() }
@@ -152,6 +156,12 @@ pub(in crate::report) fn cards(results: &Results) -> Table {
 }
 
 impl Table {
+    /// The rows whose first cell is not like that.
+    pub(in crate::report) fn without(mut self, unwanted: impl Fn(&str) -> bool) -> Self {
+        self.rows.retain(|row| row.first().is_none_or(|name| !unwanted(name)));
+        self
+    }
+
     /// The first column and those whose names begin so; a name that is not there is passed over.
     pub(in crate::report) fn columns(&self, names: &[&str]) -> Self {
         let named =
