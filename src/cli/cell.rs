@@ -11,6 +11,7 @@ use crate::launch::{Group, Job, Limits, MemoryFile, Message, Mode, Program, Stor
 use crate::metrics::record::{CardInfo, SampleRow};
 use crate::metrics::round::RankLog;
 use crate::metrics::sampler::{Account, Charge, Sampler, Subject, WatchedCard, WatchedProcess};
+use crate::units::Nanos;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -77,6 +78,7 @@ pub(crate) fn run(
             grace,
             silence: Duration::from_secs_f64(request.plan.run.deadline_s) + SILENCE_PAST_DEADLINE,
         };
+        let started = Nanos::now();
         let group = Group::spawn(&program(engine, request)?, &jobs, limits)?;
         let (rows, received) = sync_channel(ROWS_IN_FLIGHT);
         let writer = scope.spawn(move || write_samples(received));
@@ -91,7 +93,7 @@ pub(crate) fn run(
         let sampler = Sampler::start(subject, period, rows)?;
         let ended = group.run(stop, &mut |rank, message| {
             observe(rank, &message)?;
-            keep(&mut logs[rank], message);
+            keep(&mut logs[rank], message, started);
             Ok(())
         });
         *sampled = sampler.stop();
@@ -152,13 +154,13 @@ fn watched(card: &CardInfo) -> WatchedCard {
     WatchedCard { index: card.index, uuid: card.uuid.clone(), cores: card.cores.as_ref().map_or(1, Vec::len) }
 }
 
-fn keep(log: &mut RankLog, message: Message) {
+fn keep(log: &mut RankLog, message: Message, started: Nanos) {
     match message {
+        Message::Ready => log.ready_after = Some(Nanos::now().since(started)),
         Message::Step(step) => log.steps.push(step),
         Message::CardTotals(totals) => log.totals.push(totals),
         Message::Weights { digest } => log.weights_digest = Some(digest),
-        Message::Ready
-        | Message::MeasuringStarts
+        Message::MeasuringStarts
         | Message::MeasuringEnds
         | Message::Evaluated { .. }
         | Message::Failed { .. }

@@ -7,8 +7,16 @@ macro_rules! configs {
 }
 
 /// Name and text of every built-in config, by name.
-pub const BUILTIN: &[(&str, &str)] =
-    configs!["convnet", "convnet-batchnorm", "digits", "gpt", "heavy-comm", "quick", "resnet18"];
+pub const BUILTIN: &[(&str, &str)] = configs![
+    "convnet",
+    "convnet-batchnorm",
+    "ddp-options",
+    "digits",
+    "gpt",
+    "heavy-comm",
+    "quick",
+    "resnet18"
+];
 
 /// The text of a built-in config.
 pub fn builtin(name: &str) -> Option<&'static str> {

@@ -180,6 +180,10 @@ pub struct Round {
     pub cards: Vec<CardRound>,
     /// Hash of each rank's weights after the last step; equal for all ranks of `ddp`.
     pub weights_digests: Vec<String>,
+    /// From the start of the processes until all ranks were ready to train: libtorch, data, model,
+    /// connections, and the weights that rank 0 gives to all.
+    #[serde(default)]
+    pub start_ms: Option<f64>,
 }
 
 /// Whether a round was measured.

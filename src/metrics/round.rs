@@ -25,6 +25,8 @@ pub struct RankLog {
     pub totals: Vec<CardTotals>,
     /// Hash of its weights after the last step.
     pub weights_digest: Option<String>,
+    /// From the start of its process until it was ready to train.
+    pub ready_after: Option<Nanos>,
 }
 
 /// The record of a round that went well. `logs` are in rank order; the first `warmup` steps are left
@@ -45,8 +47,9 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         .collect();
     let cards: BTreeSet<usize> = logs.iter().flat_map(|log| log.cards.iter().copied()).collect();
     let measured_steps = steps - warmup;
-    let communication =
-        (cards.len() > 1).then(|| communication(engine, &measured, cards.len() * measured_steps));
+    // PyTorch's own communication goes on inside its backward, where nothing of ours can time it.
+    let timed = cards.len() > 1 && !engine.is_peer();
+    let communication = timed.then(|| communication(engine, &measured, cards.len() * measured_steps));
     Ok(Round {
         status: RoundStatus::Ok,
         error: None,
@@ -57,8 +60,9 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         communication_ms: communication.map(|comm| comm.total_ms),
         exposed_communication_ms: communication.map(|comm| comm.exposed_ms),
         overlap: communication.and_then(Communication::overlap),
-        cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps)).collect(),
+        cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps, timed)).collect(),
         weights_digests: logs.iter().filter_map(|log| log.weights_digest.clone()).collect(),
+        start_ms: logs.iter().filter_map(|log| log.ready_after).max().map(Nanos::as_ms),
     })
 }
 
@@ -84,6 +88,7 @@ pub fn failed(error: &Error) -> Round {
         overlap: None,
         cards: Vec::new(),
         weights_digests: Vec::new(),
+        start_ms: None,
     }
 }
 
@@ -246,7 +251,8 @@ fn common(a: &Span, b: &Span) -> u64 {
     end.saturating_sub(a.start.0.max(b.start.0))
 }
 
-fn card_round(card: usize, logs: &[RankLog], spans: &[Span], steps: usize) -> CardRound {
+/// `timed`: whether communication and waiting are there and timed; one card does neither.
+fn card_round(card: usize, logs: &[RankLog], spans: &[Span], steps: usize, timed: bool) -> CardRound {
     let per_step = |wanted: fn(Phase) -> bool| {
         let mine = spans.iter().filter(|span| span.card == card && wanted(span.phase));
         Nanos(mine.map(|span| span.duration.0).sum()).as_ms() / steps as f64
@@ -256,8 +262,8 @@ fn card_round(card: usize, logs: &[RankLog], spans: &[Span], steps: usize) -> Ca
         index: card,
         utilisation_percent_mean: totals.and_then(utilisation_percent),
         compute_ms: Some(per_step(|phase| !phase.is_communication() && phase != Phase::Wait)),
-        communication_ms: Some(per_step(Phase::is_communication)),
-        wait_ms: Some(per_step(|phase| phase == Phase::Wait)),
+        communication_ms: timed.then(|| per_step(Phase::is_communication)),
+        wait_ms: timed.then(|| per_step(|phase| phase == Phase::Wait)),
         memory_peak_bytes: totals.and_then(|totals| totals.memory_peak_bytes),
         energy_joules: None,
     }
@@ -297,6 +303,7 @@ mod tests {
     fn ddp() -> Vec<RankLog> {
         let rank = |card: usize, shift: u64, losses: [f64; 3], samples: [u64; 3], wait: u64| RankLog {
             cards: vec![card],
+            ready_after: Some(Nanos((300 + shift) * MS)),
             steps: vec![
                 step(
                     0,
@@ -373,6 +380,16 @@ mod tests {
         assert_eq!(round.communication_ms, Some(8.0));
         assert_eq!(round.exposed_communication_ms, Some(1.5));
         assert_eq!(round.overlap, Some(1.0 - 1.5 / 8.0));
+    }
+
+    #[test]
+    fn what_pytorch_communicates_inside_its_backward_is_missing_not_zero() {
+        let round = summarise(EngineKind::TorchDdp, &ddp(), 1).unwrap();
+        assert_eq!(
+            (round.communication_ms, round.exposed_communication_ms, round.overlap),
+            (None, None, None)
+        );
+        assert_eq!((round.cards[0].communication_ms, round.cards[0].wait_ms), (None, None));
     }
 
     #[test]

@@ -283,6 +283,7 @@ fn summarise_round(
         },
         cards: cards_round.collect(),
         weights_digests: vec!["f00d".into(); if engine == EngineKind::Ddp { cards } else { 1 }],
+        start_ms: Some(300.0),
     }
 }
 

@@ -168,6 +168,7 @@ mod tests {
             overlap: None,
             cards: vec![],
             weights_digests: vec![],
+            start_ms: None,
         }
     }
 
