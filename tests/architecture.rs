@@ -17,7 +17,7 @@ const MAY_USE: &[(&str, &[&str])] = &[
     ("torch", &["card", "config"]),
     ("comm", &["card", "torch"]),
     ("model", &["config", "torch"]),
-    ("data", &["config"]),
+    ("data", &["config", "torch"]),
     ("metrics", &["card", "config"]),
     ("engine", &["model", "data", "metrics", "torch", "card", "config"]),
     ("dp", &["engine", "comm", "model", "data", "metrics", "torch", "card", "config"]),

@@ -4,10 +4,10 @@
 //! a card's memory. The real ones are built into the binary, so that it works from any folder. Parsers
 //! take bytes and the file's name, so that what is wrong can be named.
 
+use super::generated;
 use crate::config::DataSource;
 use crate::error::{Error, Kind, Result};
 use flate2::read::GzDecoder;
-use rand_mt::Mt64;
 use std::io::Read;
 use tch::Tensor;
 
@@ -52,9 +52,6 @@ enum Values {
 
 /// Beyond this libtorch's randperm takes another path than [`super::randperm`].
 const MOST_ROWS: usize = (u32::MAX / 20) as usize;
-
-/// Most memory a generated data set may take.
-const MOST_BYTES: usize = 4 << 30;
 
 impl Dataset {
     /// Images or other float samples: `input` holds `target.len()` samples of `shape`, one after another.
@@ -134,7 +131,7 @@ impl Dataset {
 }
 
 /// Values of one sample of this shape.
-fn numel(shape: &[i64]) -> usize {
+pub(super) fn numel(shape: &[i64]) -> usize {
     shape.iter().product::<i64>() as usize
 }
 
@@ -195,9 +192,11 @@ pub fn open(source: &DataSource, images: bool, seed: u64) -> Result<(Dataset, Da
             Ok((mnist(TRAIN_IMAGES, TRAIN_LABELS, images)?, mnist(TEST_IMAGES, TEST_LABELS, images)?))
         }
         DataSource::Synthetic { shape, classes, samples } => {
-            synthetic(shape, *classes, *samples, images, seed)
+            generated::synthetic(shape, *classes, *samples, images, seed)
         }
-        DataSource::Tokens { context, vocabulary, samples } => tokens(*context, *vocabulary, *samples, seed),
+        DataSource::Tokens { context, vocabulary, samples } => {
+            generated::tokens(*context, *vocabulary, *samples, seed)
+        }
     }
 }
 
@@ -286,116 +285,6 @@ fn idx<const N: usize>(file: &File, bytes: &[u8]) -> Result<([usize; N], Vec<u8>
 /// The shape of one single-channel image, or its pixels in one row.
 fn image_shape(images: bool, height: i64, width: i64) -> Vec<i64> {
     if images { vec![1, height, width] } else { vec![height * width] }
-}
-
-/// Gaussian noise with random labels, and a tenth as many samples for testing.
-fn synthetic(
-    shape: &[i64],
-    classes: i64,
-    samples: usize,
-    images: bool,
-    seed: u64,
-) -> Result<(Dataset, Dataset)> {
-    if images && shape.len() != 3 {
-        return Err(Error::usage(format!(
-            "`data.shape` = {shape:?}: convolutions need [channels, height, width]"
-        ))
-        .hint("give three sizes, as in data.shape = [3, 32, 32]"));
-    }
-    let values = bounded_size(shape, samples, size_of::<f32>())?;
-    let flat = [shape.iter().product()];
-    let shape = if images { shape } else { flat.as_slice() };
-    let mut draw = Draw(Mt64::new(seed));
-    let mut part = |samples: usize, values: usize| {
-        let input = (0..values).map(|_| draw.normal() as f32).collect();
-        Dataset::from_floats(input, shape, (0..samples).map(|_| draw.below(classes)).collect())
-    };
-    let train = part(samples, values)?;
-    let tested = test_samples(samples);
-    Ok((train, part(tested, tested * numel(shape))?))
-}
-
-/// Sequences from a fixed random Markov chain, and a tenth as many for testing. The target of a token is
-/// the token after it. The chain is the same whatever the seed; the seed draws the walks.
-fn tokens(context: i64, vocabulary: i64, samples: usize, seed: u64) -> Result<(Dataset, Dataset)> {
-    bounded_size(&[context], samples, 2 * size_of::<i64>())?;
-    let chain = Chain::new(vocabulary);
-    let mut draw = Draw(Mt64::new(seed));
-    let mut part = |samples: usize| {
-        let (mut input, mut target) = (Vec::new(), Vec::new());
-        for _ in 0..samples {
-            let mut token = draw.below(vocabulary);
-            for _ in 0..context {
-                input.push(token);
-                token = chain.next(token, &mut draw);
-                target.push(token);
-            }
-        }
-        Dataset::from_tokens(input, target, context)
-    };
-    Ok((part(samples)?, part(test_samples(samples))?))
-}
-
-/// Values of a generated set, refused where they would not reasonably fit into memory.
-fn bounded_size(shape: &[i64], samples: usize, bytes: usize) -> Result<usize> {
-    let values = shape
-        .iter()
-        .map(|size| usize::try_from(*size).ok().filter(|size| *size > 0))
-        .try_fold(samples, |product, size| product.checked_mul(size?))
-        .filter(|values| *values > 0);
-    match values {
-        Some(values) if values <= MOST_BYTES / bytes => Ok(values),
-        Some(_) => Err(Error::usage(format!(
-            "{samples} generated samples of {shape:?} take more than {}",
-            crate::units::bytes(MOST_BYTES as u64)
-        ))
-        .hint("lower data.samples or the size of a sample")),
-        None => {
-            Err(Error::usage(format!("{samples} generated samples of {shape:?}: sizes must be 1 or more")))
-        }
-    }
-}
-
-fn test_samples(samples: usize) -> usize {
-    samples.div_ceil(10)
-}
-
-/// Draws that are the same on every machine and in every version of this program.
-struct Draw(Mt64);
-
-impl Draw {
-    /// In 0..1, with 53 random bits.
-    fn uniform(&mut self) -> f64 {
-        (self.0.next_u64() >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn below(&mut self, end: i64) -> i64 {
-        (self.uniform() * end as f64) as i64
-    }
-
-    /// Box-Muller; the logarithm's argument is in (0, 1].
-    fn normal(&mut self) -> f64 {
-        let radius = (-2.0 * (1.0 - self.uniform()).ln()).sqrt();
-        radius * (std::f64::consts::TAU * self.uniform()).cos()
-    }
-}
-
-/// Four possible successors for every token, the first by far the likeliest.
-struct Chain(Vec<[i64; 4]>);
-
-impl Chain {
-    const ODDS: [f64; 4] = [0.7, 0.9, 0.97, 1.0];
-
-    fn new(vocabulary: i64) -> Self {
-        let mut draw = Draw(Mt64::new(0x0dd5));
-        Self((0..vocabulary).map(|_| std::array::from_fn(|_| draw.below(vocabulary))).collect())
-    }
-
-    fn next(&self, token: i64, draw: &mut Draw) -> i64 {
-        let dice = draw.uniform();
-        let successor = Self::ODDS.iter().take_while(|odds| dice >= **odds).count();
-        self.0[token as usize][successor]
-    }
 }
 
 #[cfg(test)]
@@ -514,50 +403,5 @@ mod tests {
         assert_eq!(message(read(&[1])), "`l`: 1 labels for the 2 images of `i`");
         assert_eq!(message(read(&[1, 11])), "`l`: label 11 at sample 1, expected 0 to 9");
         assert_eq!(read(&[1, 2]).unwrap().len(), 2);
-    }
-
-    #[test]
-    fn synthetic_is_noise_drawn_from_the_seed_alone() {
-        let source = DataSource::Synthetic { shape: vec![3, 8, 8], classes: 7, samples: 500 };
-        let all = |seed| open(&source, true, seed).unwrap().0.batch(&(0..500).collect::<Vec<_>>()).unwrap();
-        let batch = all(1);
-        assert_eq!(batch.input.size(), [500, 3, 8, 8]);
-        assert!(batch.input.mean(tch::Kind::Double).double_value(&[]).abs() < 0.01);
-        assert!((batch.input.std(false).double_value(&[]) - 1.0).abs() < 0.01);
-        let labels: std::collections::BTreeSet<i64> =
-            values(&batch.target).into_iter().map(|v| v as i64).collect();
-        assert_eq!(labels.into_iter().collect::<Vec<_>>(), (0..7).collect::<Vec<_>>());
-        assert_eq!(values(&all(1).input), values(&batch.input));
-        assert_ne!(values(&all(2).input), values(&batch.input));
-        assert_eq!(open(&source, false, 1).unwrap().1.batch(&[49]).unwrap().input.size(), [1, 192]);
-    }
-
-    #[test]
-    fn generated_sets_that_cannot_be_are_refused() {
-        let open = |shape: &[i64], samples, images| {
-            message(open(&DataSource::Synthetic { shape: shape.to_vec(), classes: 2, samples }, images, 0))
-        };
-        assert!(open(&[5], 4, true).contains("convolutions need"));
-        assert!(open(&[0], 4, false).contains("sizes must be 1 or more"));
-        assert!(open(&[-3], 4, false).contains("sizes must be 1 or more"));
-        assert!(open(&[1 << 20], 1 << 20, false).contains("take more than 4.0 GiB"));
-        assert!(open(&[i64::MAX, 8], 4, false).contains("sizes must be 1 or more"));
-    }
-
-    #[test]
-    fn the_target_of_a_token_is_the_next_one_and_the_chain_is_predictable() {
-        let source = DataSource::Tokens { context: 16, vocabulary: 32, samples: 200 };
-        let (train, test) = open(&source, false, 3).unwrap();
-        assert_eq!((train.len(), test.len()), (200, 20));
-        let batch = train.batch(&(0..200).collect::<Vec<_>>()).unwrap();
-        assert_eq!((batch.input.size(), batch.target.size()), (vec![200, 16], vec![200, 16]));
-        let (input, target) = (values(&batch.input), values(&batch.target));
-        assert_eq!(input[1..16], target[..15]);
-        let chain = Chain::new(32);
-        let pairs: Vec<_> =
-            input.iter().zip(&target).map(|(from, to)| (*from as usize, *to as i64)).collect();
-        assert!(pairs.iter().all(|(from, to)| chain.0[*from].contains(to)));
-        let likeliest = pairs.iter().filter(|(from, to)| chain.0[*from][0] == *to).count() as f64;
-        assert!((0.65..0.85).contains(&(likeliest / pairs.len() as f64)));
     }
 }

@@ -3,6 +3,7 @@
 //! Sample order is PyTorch's: the index lists equal `DistributedSampler`'s for the same seed and epoch.
 
 mod dataset;
+mod generated;
 mod loader;
 mod sampler;
 

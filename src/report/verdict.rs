@@ -171,7 +171,12 @@ fn against_torch(results: &Results) -> Option<String> {
     let parts: Vec<String> = kinds
         .into_iter()
         .filter_map(|kind| Some((kind, results.comparison.over_torch.get(kind.name())?)))
-        .map(|(kind, ratio)| format!("{} {}", text::engine(kind.name()), text::ratio(ratio)))
+        .map(|(kind, ratio)| {
+            // In the middle of a sentence.
+            let name = text::engine(kind.name());
+            let name = if kind == EngineKind::Single { name.to_lowercase() } else { name };
+            format!("{name} {}", text::ratio(ratio))
+        })
         .collect();
     (!parts.is_empty())
         .then(|| format!("Against PyTorch's own engines in the same rounds: {}.", parts.join(", ")))
