@@ -11,7 +11,7 @@ use super::run_folder::{RunFolder, checked_name, fresh_name};
 use super::{ExitStatus, environment, interrupt, worker};
 use crate::config::Uneven;
 use crate::error::{Error, Kind, Result};
-use crate::launch::{Message, Mode};
+use crate::launch::{MemoryFile, Message, Mode};
 use crate::metrics::record::{AbResult, Comparison, Results, RoundStatus, SCHEMA, Status, Warning};
 use crate::metrics::sampler::Account;
 use crate::metrics::stats;
@@ -43,8 +43,12 @@ pub(crate) fn run(args: &CompareArgs, argv: Vec<String>, printer: &Printer) -> R
     for warning in &request.warnings {
         printer.warning(warning);
     }
+    let peers = rows.iter().any(|row| row.engine.is_peer());
     let run = Run {
         folder,
+        peers_init: (peers && init.is_none())
+            .then(|| MemoryFile::with(&worker::initial_weights(&request.plan)?))
+            .transpose()?,
         init,
         save_weights: args.save_weights,
         grace: Duration::from_secs_f64(args.run.grace),
@@ -106,6 +110,8 @@ struct Run<'a> {
     rows: Vec<Row>,
     folder: RunFolder,
     init: Option<PathBuf>,
+    /// What our engines draw from the seed, for those that would draw something else.
+    peers_init: Option<MemoryFile>,
     save_weights: bool,
     grace: Duration,
     stop: &'a AtomicUsize,
@@ -159,7 +165,10 @@ impl Run<'_> {
             row: row.clone(),
             round,
             mode: Mode::Compare,
-            init: self.init.clone(),
+            init: match (&self.init, &self.peers_init) {
+                (None, Some(file)) if row.engine.is_peer() => Some(file.path()),
+                (init, _) => init.clone(),
+            },
             save_initial: keep(first, "init".to_owned()),
             save_gradients: keep(round == 0, format!("{}.gradients", row.name)),
             save_final: keep(last, row.name.clone()),

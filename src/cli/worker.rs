@@ -9,7 +9,7 @@ use super::printer::Printer;
 use super::request::{self, Request};
 use crate::card::{Cores, Meter, VirtualCard, pin_current_thread};
 use crate::comm::{Collective, Local, Member, Shm};
-use crate::config::{EngineKind, Layout, ModelPlan, Uneven};
+use crate::config::{EngineKind, Layout, ModelPlan, Plan, Uneven};
 use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
 use crate::ddp::{self, DdpEngine};
 use crate::dp::{self, DpEngine};
@@ -43,6 +43,11 @@ pub(crate) fn require() -> Result<()> {
 /// The libtorch that was loaded.
 pub(crate) fn libtorch_version() -> Option<String> {
     torch::loaded().ok().map(|loaded| loaded.version)
+}
+
+/// The weights that every engine of ours starts from, as a safetensors file: peers draw others.
+pub(crate) fn initial_weights(plan: &Plan) -> Result<Vec<u8>> {
+    model::build(&plan.model, Device::Cpu, plan.run.seed)?.state().to_safetensors(&[])
 }
 
 /// Runs the verb.

@@ -16,6 +16,11 @@ pub(crate) fn libtorch_version() -> Option<String> {
     None
 }
 
+/// Weights to start from: none can be drawn.
+pub(crate) fn initial_weights(_: &crate::config::Plan) -> Result<Vec<u8>> {
+    require().map(|()| Vec::new())
+}
+
 /// Runs the verb.
 pub(crate) fn run(_: &WorkerArgs) -> ExitStatus {
     if let Err(error) = require() {

@@ -1,4 +1,4 @@
-//! A file without a name, for ranks to meet in: whoever is killed, nothing is left behind.
+//! A file without a name, for ranks to meet in or to read: whoever is killed, nothing is left behind.
 
 use crate::error::{Error, Kind, Result};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -14,10 +14,19 @@ pub struct MemoryFile {
 impl MemoryFile {
     /// Makes one.
     pub fn create() -> Result<Self> {
-        let fd = memfd_create("dp-vs-ddp-store", MemfdFlags::CLOEXEC).map_err(|errno| {
+        let fd = memfd_create("dp-vs-ddp", MemfdFlags::CLOEXEC).map_err(|errno| {
             Error::new(Kind::Unavailable, format!("cannot make a file in memory (memfd_create): {errno}"))
         })?;
         Ok(Self { fd })
+    }
+
+    /// Makes one with these contents.
+    pub fn with(contents: &[u8]) -> Result<Self> {
+        let file = Self::create()?;
+        std::fs::write(file.path(), contents).map_err(|source| {
+            Error::new(Kind::Unavailable, format!("cannot fill a file in memory: {source}"))
+        })?;
+        Ok(file)
     }
 
     /// Where processes of this user find it while this process keeps it.

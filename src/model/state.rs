@@ -182,6 +182,14 @@ impl State {
             ))
             .hint("give the path of a file to make or replace"));
         }
+        let file = self.to_safetensors(&[]).map_err(|error| {
+            error.context(format!("cannot write weights to `{}`", path.display()))
+        })?;
+        replace_file(path, &file).map_err(|error| Error::io("cannot write weights to", path, error))
+    }
+
+    /// The contents of a safetensors file of this state, with these further entries of its metadata.
+    pub fn to_safetensors(&self, metadata: &[(&str, String)]) -> Result<Vec<u8>> {
         let mut contents = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             let shape: Vec<usize> = entry.tensor.size().iter().map(|n| n.unsigned_abs() as usize).collect();
@@ -197,18 +205,17 @@ impl State {
                 contents.push((alias.as_str(), dtype, shape, bytes));
             }
         }
-        let cannot = |error: safetensors::SafeTensorError| {
-            Error::new(Kind::Io, format!("cannot write weights to `{}`: {error}", path.display()))
-        };
+        let cannot =
+            |error: safetensors::SafeTensorError| Error::new(Kind::Corrupt, format!("safetensors: {error}"));
         let views = contents
             .iter()
             .map(|(name, dtype, shape, bytes)| Ok((*name, TensorView::new(*dtype, shape.clone(), bytes)?)))
             .collect::<Result<Vec<_>, _>>()
             .map_err(cannot)?;
         // What PyTorch's own writers state, and some readers ask for.
-        let metadata = [("format".to_owned(), "pt".to_owned())].into();
-        let file = safetensors::serialize(views, Some(metadata)).map_err(cannot)?;
-        replace_file(path, &file).map_err(|error| Error::io("cannot write weights to", path, error))
+        let stated = [("format", "pt".to_owned())];
+        let metadata = stated.iter().chain(metadata).map(|(key, value)| ((*key).to_owned(), value.clone()));
+        safetensors::serialize(views, Some(metadata.collect())).map_err(cannot)
     }
 
     /// SHA-256 over names, shapes, dtypes and bytes, in hexadecimal: equal exactly when the weights are
