@@ -182,9 +182,9 @@ impl State {
             ))
             .hint("give the path of a file to make or replace"));
         }
-        let file = self.to_safetensors(&[]).map_err(|error| {
-            error.context(format!("cannot write weights to `{}`", path.display()))
-        })?;
+        let file = self
+            .to_safetensors(&[])
+            .map_err(|error| error.context(format!("cannot write weights to `{}`", path.display())))?;
         replace_file(path, &file).map_err(|error| Error::io("cannot write weights to", path, error))
     }
 
