@@ -49,6 +49,10 @@ def run(job, send):
     batches = Prefetched(part(job, inputs, targets), device)
     send("ready")
     measure(job, trainer, batches, send)
+    if dist.is_initialized() and plan["ddp"]["broadcast_buffers"]:
+        # PyTorch gives rank 0's buffers to all before the next forward; ours have them after each step.
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
     send("weights", digest=digest(model))
     if job["rank"] == 0 and job["save_final"]:
         save(model.state_dict(), job["save_final"])

@@ -1,0 +1,13 @@
+//! Our engines against PyTorch itself: the same plans, samples, weights, gradients and losses.
+//!
+//! Needs PyTorch (`./setup --peers`); without it every test here says that it is skipped.
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "a test fails by panicking and says what it skips"
+)]
+
+mod answers;
+mod options;
+mod same;
+mod support;
