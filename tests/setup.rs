@@ -18,12 +18,18 @@ const PYTHON: &str = r#"#!/bin/bash
 if [[ "$1 $2" != "-m pip" ]]; then exec /usr/bin/env -i PATH="$REAL_PATH" python3 "$@"; fi
 if [[ $3 == --version ]]; then exit "${NO_PIP:-0}"; fi
 echo "$@" >>"$HOME/pip.log"
+if [[ $3 == --python ]]; then environment=${4%/bin/python}; eval "$PIP_INSTALLS"; exit; fi
 while [[ $1 != --dest ]]; do shift; done
 eval "$PIP_DOES"
 "#;
 
 /// Puts a wheel there that holds a whole little libtorch.
 const DELIVER: &str = r#"sleep 0.5; cd "$HOME/good" && /usr/bin/env -i PATH="$REAL_PATH" python3 -m zipfile -c "$2/torch.whl" torch"#;
+
+/// Puts modules there that can be imported.
+const INSTALL: &str = r#"for module in torch numpy safetensors; do
+    touch "$(echo "$environment"/lib/python3*/site-packages)/$module.py"
+done"#;
 
 impl Checkout {
     fn new() -> Self {
@@ -84,12 +90,24 @@ impl Checkout {
             .env("PATH", format!("{}:/usr/bin:/bin", self.path("bin").display()))
             .env("REAL_PATH", real)
             .env("HOME", self.path("home"))
-            .env("PIP_DOES", "exit 1");
+            .env("PIP_DOES", "exit 1")
+            .env("PIP_INSTALLS", "exit 1");
         command
     }
 
     fn linked(&self) -> Option<PathBuf> {
         fs::read_link(self.path("repo/.libtorch")).ok()
+    }
+
+    /// `./setup --peers` where a libtorch is at hand already.
+    fn peers(&self, pip_installs: &str) -> Command {
+        let mut command = self.command(&["--peers"]);
+        command.env("LIBTORCH", self.path("home/good")).env("PIP_INSTALLS", pip_installs);
+        command
+    }
+
+    fn linked_peers(&self) -> Option<PathBuf> {
+        fs::read_link(self.path("repo/.peers")).ok()
     }
 
     /// What the cache holds, apart from its lock.
@@ -280,4 +298,82 @@ fn arguments_that_mean_nothing_are_refused() {
     }
     let help = checkout.command(&["--help"]).output().unwrap();
     assert!(help.status.success() && String::from_utf8(help.stdout).unwrap().contains("--torch VERSION"));
+}
+
+#[test]
+fn peers_are_installed_once_in_an_environment_that_is_shared() {
+    let checkout = Checkout::new();
+    let text = succeeds(checkout.peers(INSTALL));
+    assert!(text.contains("downloading PyTorch 2.11.0: 2600 MB, then 4800 MB on disk"), "{text}");
+    let pip = fs::read_to_string(checkout.path("home/pip.log")).unwrap();
+    assert!(pip.contains("--require-hashes") && pip.contains("requirements-2.11.0-peers.txt"), "{pip}");
+    assert_eq!(checkout.cached(), ["peers-2.11.0"]);
+    let linked = checkout.linked_peers().unwrap();
+    let python = linked.join("bin/python");
+    assert!(Command::new(&python).args(["-c", "import torch"]).status().unwrap().success());
+
+    // Once more, and from a second checkout: pip would fail now.
+    fs::remove_file(checkout.path("repo/.peers")).unwrap();
+    assert!(succeeds(checkout.peers("exit 1")).contains("PyTorch 2.11.0 is in"));
+    assert_eq!(checkout.linked_peers(), Some(linked));
+    let check = checkout.command(&["--check"]).output().unwrap();
+    assert!(String::from_utf8(check.stdout).unwrap().contains("peers: PyTorch in "));
+}
+
+#[test]
+fn peers_from_other_requirements_are_installed_again() {
+    let checkout = Checkout::new();
+    succeeds(checkout.peers(INSTALL));
+    let requirements = checkout.path("repo/scripts/requirements-2.11.0-peers.txt");
+    fs::write(&requirements, fs::read_to_string(&requirements).unwrap() + "# newer\n").unwrap();
+    fails(checkout.peers("exit 1"));
+    assert!(succeeds(checkout.peers(INSTALL)).contains("downloading"));
+}
+
+#[test]
+fn two_at_once_install_peers_once() {
+    let checkout = Checkout::new();
+    let start = || checkout.peers(&format!("sleep 0.5; {INSTALL}")).spawn().unwrap();
+    let (mut one, mut other) = (start(), start());
+    assert!(one.wait().unwrap().success() && other.wait().unwrap().success());
+    let calls = fs::read_to_string(checkout.path("home/pip.log")).unwrap();
+    assert_eq!(calls.lines().count(), 1, "{calls}");
+}
+
+#[test]
+fn failed_killed_or_broken_peers_never_count_as_installed() {
+    let checkout = Checkout::new();
+    let text = fails(checkout.peers(&format!("{INSTALL}; exit 1")));
+    assert!(text.contains("pip could not install PyTorch 2.11.0"), "{text}");
+    let broken = INSTALL.replace("numpy ", "");
+    assert!(fails(checkout.peers(&broken)).contains("does not start"));
+    assert_eq!((checkout.cached(), checkout.linked_peers()), (Vec::new(), None));
+
+    let killed = checkout.peers(&format!("{INSTALL}; kill -9 $PPID")).output().unwrap();
+    assert_eq!((killed.status.code(), checkout.linked_peers()), (None, None));
+    let text = succeeds(checkout.peers(INSTALL));
+    assert!(text.contains("downloading PyTorch"), "{text}");
+    assert_eq!(checkout.cached(), ["peers-2.11.0"]);
+}
+
+#[test]
+fn what_peers_cannot_be_installed_with_is_said_before_the_download() {
+    let checkout = Checkout::new();
+    checkout.free_megabytes(7000);
+    assert!(fails(checkout.peers(INSTALL)).contains("needs 7400 MB"));
+    checkout.free_megabytes(99_999);
+
+    checkout.tool("python3", &PYTHON.replacen('\n', "\nif [[ $* == *version_info* ]]; then exit 1; fi\n", 1));
+    assert!(fails(checkout.peers(INSTALL)).contains("Python 3.11 to 3.14 as `python3`"));
+    checkout.tool("python3", PYTHON);
+
+    let libtorch = checkout.libtorch("between", "2.10.0", true);
+    let mut command = checkout.peers(INSTALL);
+    command.env("LIBTORCH", libtorch);
+    let text = fails(command);
+    assert!(text.contains("no pinned PyTorch for libtorch 2.10.0"), "{text}");
+
+    fs::create_dir(checkout.path("repo/.peers")).unwrap();
+    assert!(fails(checkout.peers(INSTALL)).contains("is a folder"));
+    assert!(!checkout.path("home/pip.log").exists());
 }
