@@ -215,7 +215,16 @@ mod tests {
 
     fn step(loss: Option<f64>, samples: u64) -> Message {
         let (start, end) = (Nanos(0), Nanos(1));
-        Message::Step(StepReport { step: 0, loss, samples, repeated: 0, start, end, spans: vec![] })
+        Message::Step(StepReport {
+            step: 0,
+            loss,
+            samples,
+            repeated: 0,
+            sent_bytes: None,
+            start,
+            end,
+            spans: vec![],
+        })
     }
 
     #[test]

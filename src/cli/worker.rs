@@ -236,7 +236,8 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
                 meter: Some(meter.clone()),
                 ..ddp::Options::from(&plan.ddp)
             };
-            Box::new(DdpEngine::new(build()?, collective, options, recipe)?)
+            let engine = DdpEngine::new(build()?, collective, options, recipe)?;
+            Box::new(engine.accumulating(plan.ddp.accumulate))
         }
         EngineKind::TorchSingle | EngineKind::TorchDp | EngineKind::TorchDdp => {
             return Err(Error::new(Kind::Worker, format!("{} is not run by this program", job.engine)));
@@ -366,6 +367,7 @@ fn report(step: StepEvent) -> StepReport {
         loss: (step.samples > 0).then_some(step.loss),
         samples: step.samples as u64,
         repeated: step.repeated as u64,
+        sent_bytes: step.sent_bytes,
         start: step.start,
         end: step.end,
         spans: step.spans,

@@ -28,6 +28,8 @@ fn description<M: Module>(module: &M, options: &Options) -> Vec<String> {
     lines.push(format!("option bucket_cap_mb = {}", options.bucket_cap_mb));
     lines.push(format!("option first_bucket_mb = {}", options.first_bucket_mb));
     lines.push(format!("option find_unused_parameters = {}", options.find_unused_parameters));
+    lines.push(format!("option static_graph = {}", options.static_graph));
+    lines.push(format!("option comm_hook = {:?}", options.comm_hook));
     lines.push(format!("option broadcast_buffers = {}", options.broadcast_buffers));
     lines
 }

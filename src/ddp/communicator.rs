@@ -8,6 +8,7 @@
 //! it before it was handed over: two tensors over one memory, each touched by one thread. Who may touch
 //! the memory is ordered by jobs: posted after the bucket was filled, waited for before it is read.
 
+use super::hooks::{Bucket, CommHook};
 use crate::card::{CardMeter, Meter};
 use crate::comm::wait::{Waiter, signal};
 use crate::comm::{Abort, Buffer, Collective};
@@ -16,8 +17,8 @@ use crate::metrics::phase::{Phase, Recorder, Span};
 use crate::units::Nanos;
 use crate::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -27,12 +28,39 @@ pub(super) struct Desk {
     pub(super) collective: Box<dyn Collective>,
     /// Gradient buckets, in launch order.
     pub(super) buckets: Vec<Buffer>,
+    /// The shapes of the parameters in each of them.
+    pub(super) shapes: Vec<Vec<Vec<i64>>>,
+    /// How they travel.
+    pub(super) hook: Box<dyn CommHook>,
     /// Where the module's buffers are gathered for their broadcast.
     pub(super) staging: Vec<Buffer>,
+    /// Bytes of gradients given to the other ranks.
+    sent: u64,
     recorder: Recorder,
 }
 
 impl Desk {
+    pub(super) fn new(
+        collective: Box<dyn Collective>,
+        buckets: Vec<Buffer>,
+        shapes: Vec<Vec<Vec<i64>>>,
+        hook: Box<dyn CommHook>,
+        staging: Vec<Buffer>,
+        card: usize,
+    ) -> Self {
+        Self { collective, buckets, shapes, hook, staging, sent: 0, recorder: Recorder::new(card) }
+    }
+
+    /// Averages a bucket over ranks.
+    pub(super) fn reduce(&mut self, index: usize) -> Result<()> {
+        let Self { collective, buckets, shapes, hook, sent, .. } = self;
+        let last = index + 1 == buckets.len();
+        let bucket = Bucket { index, last, buffer: &buckets[index], shapes: &shapes[index] };
+        let bytes = hook.reduce(collective.as_mut(), bucket)?;
+        *sent += if collective.world_size() > 1 { bytes as u64 } else { 0 };
+        Ok(())
+    }
+
     /// Does some communication and records it as `phase` of `step`.
     pub(super) fn timed(
         &mut self,
@@ -58,6 +86,8 @@ struct Progress {
     /// The first failure; all jobs after it are skipped.
     failure: Mutex<Option<Error>>,
     spans: Mutex<Vec<Span>>,
+    /// [`Desk::sent`].
+    sent: AtomicU64,
 }
 
 /// The compute thread's end.
@@ -74,18 +104,12 @@ pub(super) struct Communicator {
 
 impl Communicator {
     /// Starts the thread, named `comm<card>`: that is how the sampler knows whom it works for.
-    pub(super) fn start(
-        collective: Box<dyn Collective>,
-        buckets: Vec<Buffer>,
-        staging: Vec<Buffer>,
-        card: usize,
-        meter: Option<Arc<Meter>>,
-    ) -> Result<Self> {
-        let abort = collective.abort_handle();
-        let deadline = collective.deadline();
+    pub(super) fn start(desk: Desk, meter: Option<Arc<Meter>>) -> Result<Self> {
+        let abort = desk.collective.abort_handle();
+        let deadline = desk.collective.deadline();
+        let card = desk.recorder.card();
         let progress = Arc::new(Progress::default());
         let (jobs, inbox) = mpsc::channel();
-        let desk = Desk { collective, buckets, staging, recorder: Recorder::new(card) };
         let theirs = Arc::clone(&progress);
         let thread = std::thread::Builder::new()
             .name(format!("comm{card}"))
@@ -156,6 +180,11 @@ impl Communicator {
         self.abort.raise(reason);
     }
 
+    /// Bytes of gradients that this rank gave to the others so far.
+    pub(super) fn sent(&self) -> u64 {
+        self.progress.sent.load(Relaxed)
+    }
+
     /// What was recorded since the last call.
     pub(super) fn take_spans(&self) -> Vec<Span> {
         std::mem::take(&mut *lock(&self.progress.spans))
@@ -195,6 +224,7 @@ fn serve(mut desk: Desk, inbox: &mpsc::Receiver<Job>, progress: &Progress) {
                 *lock(&progress.failure) = Some(error);
             }
             lock(&progress.spans).extend(desk.recorder.drain());
+            progress.sent.store(desk.sent, Relaxed);
         }
         signal(&progress.done, |done| {
             done.fetch_add(1, AcqRel);
@@ -213,7 +243,9 @@ mod tests {
     use crate::comm::Local;
 
     fn start() -> Communicator {
-        Communicator::start(Box::new(Local::new()), Vec::new(), Vec::new(), 7, None).unwrap()
+        let hook = Box::new(crate::ddp::hooks::AllReduce);
+        let desk = Desk::new(Box::new(Local::new()), Vec::new(), Vec::new(), hook, Vec::new(), 7);
+        Communicator::start(desk, None).unwrap()
     }
 
     #[test]

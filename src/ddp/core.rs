@@ -4,7 +4,7 @@
 
 use super::agree;
 use super::bucket::Item;
-use super::communicator::{Communicator, Desk};
+use super::communicator::Communicator;
 use super::options::Share;
 use super::reducer::{MarkedTwice, Reducer};
 use crate::metrics::phase::Phase;
@@ -71,6 +71,12 @@ pub(super) fn sizes(plan: &[Vec<usize>], slots: &[Slot]) -> Vec<(usize, tch::Kin
         .collect()
 }
 
+/// The shapes of the parameters of every bucket.
+pub(super) fn shapes(plan: &[Vec<usize>], slots: &[Slot]) -> Vec<Vec<Vec<i64>>> {
+    let of = |bucket: &Vec<usize>| bucket.iter().map(|&member| slots[member].parameter.size()).collect();
+    plan.iter().map(of).collect()
+}
+
 /// Gives every parameter its view of its bucket's memory.
 pub(super) fn place<'a>(
     plan: &[Vec<usize>],
@@ -86,17 +92,29 @@ pub(super) fn place<'a>(
     Ok(())
 }
 
-/// What gradients that become ready are for. Accumulation without reduction (PyTorch's `no_sync`) is to
-/// be a third one, under which they are left alone.
+/// What gradients that become ready are for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Mode {
     /// No backward of ours runs.
     Idle,
+    /// They are left alone: a later backward reduces what has come together (PyTorch's `no_sync`).
+    Accumulate,
     /// They are scaled and reduced.
     Reduce {
         /// What this rank's gradients are multiplied with.
         scale: f64,
     },
+}
+
+/// What is known of the graph before a backward runs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Graph {
+    /// Nothing: it may be another in every step.
+    Dynamic,
+    /// It stays as the first backward finds it: gradients wait for that one's end.
+    Learning,
+    /// How often each parameter's gradient becomes ready.
+    Static(Vec<u32>),
 }
 
 /// What hooks work on. On CPU they run on the thread that called backward, so the lock is never waited for.
@@ -110,9 +128,49 @@ pub(super) struct Core {
     /// Complete buckets that wait for the end of backward, without overlap.
     pub(super) held: Range<usize>,
     pub(super) communicator: Arc<Communicator>,
+    pub(super) graph: Graph,
+    /// How often each gradient became ready in this backward.
+    hits: Vec<u32>,
+    /// Parameters in the order in which their gradients first did.
+    order: Vec<usize>,
+    /// Parameters that took part since gradients were last reduced.
+    used: Vec<bool>,
+    /// Whether gradients that are there already were left by a backward without reduction.
+    accumulated: bool,
 }
 
 impl Core {
+    pub(super) fn new(
+        rank: usize,
+        overlap: bool,
+        graph: Graph,
+        plan: &[Vec<usize>],
+        slots: Vec<Slot>,
+        communicator: Arc<Communicator>,
+    ) -> Self {
+        Self {
+            rank,
+            step: 0,
+            mode: Mode::Idle,
+            overlap,
+            reducer: Reducer::new(plan, slots.len()),
+            held: 0..0,
+            communicator,
+            graph,
+            hits: vec![0; slots.len()],
+            order: Vec::new(),
+            used: vec![false; slots.len()],
+            accumulated: false,
+            slots,
+        }
+    }
+
+    /// Gradients of the next backward stay with this rank.
+    pub(super) fn prepare_without_reduction(&mut self) {
+        self.accumulated = true;
+        self.mode = Mode::Accumulate;
+    }
+
     pub(super) fn prepare(
         &mut self,
         scale: f64,
@@ -123,12 +181,17 @@ impl Core {
         self.step = step;
         self.held = 0..0;
         self.reducer.prepare();
+        self.hits.fill(0);
+        self.order.clear();
+        if !self.accumulated {
+            self.used.fill(false);
+        }
         let by_samples = matches!(share, Share::Samples { .. });
         for slot in &mut self.slots {
             let gradient = grad::grad(&slot.parameter);
             slot.was_undefined = gradient.is_none();
             match gradient {
-                Some(_) if by_samples => {
+                Some(_) if by_samples && !self.accumulated => {
                     return Err(Error::usage(format!(
                         "rank {}: `{}` already has a gradient, which weighting by samples would scale again",
                         self.rank, slot.name
@@ -152,13 +215,32 @@ impl Core {
 
     /// A hook fired.
     pub(super) fn gradient_ready(&mut self, index: usize) -> Result<()> {
+        self.used[index] = true;
         let Mode::Reduce { scale } = self.mode else {
+            if self.mode == Mode::Accumulate {
+                return Ok(());
+            }
             let what = format!(
                 "rank {}: backward reached `{}` outside DistributedDataParallel::backward, so nothing would be averaged",
                 self.rank, self.slots[index].name
             );
             return Err(Error::usage(what).hint("call `ddp.backward(&loss)` in place of `loss.backward()`"));
         };
+        self.hits[index] += 1;
+        match &self.graph {
+            Graph::Dynamic => {}
+            Graph::Learning => {
+                if self.hits[index] == 1 {
+                    self.order.push(index);
+                }
+                return Ok(());
+            }
+            Graph::Static(expected) if self.hits[index] > expected[index] => {
+                return Err(self.changed(&[index], "took part more often than"));
+            }
+            Graph::Static(expected) if self.hits[index] < expected[index] => return Ok(()),
+            Graph::Static(_) => {}
+        }
         let slot = &mut self.slots[index];
         slot.fill(scale).map_err(|error| error.context(format_args!("rank {}", self.rank)))?;
         // At once, not after the reduction: it frees the gradient that backward made.
@@ -184,13 +266,18 @@ impl Core {
         }
     }
 
-    /// Takes what this rank did not use for ready, then launches what was held back.
-    pub(super) fn complete(&mut self, unready: &[usize]) -> Result<()> {
+    /// Takes these for ready as they are: parameters that this backward does not reach.
+    pub(super) fn take_as_ready(&mut self, parameters: &[usize]) -> Result<()> {
         let Mode::Reduce { scale } = self.mode else { return Ok(()) };
-        for &index in unready {
+        parameters.iter().try_for_each(|&index| {
             self.slots[index].fill(scale)?;
-            self.count_in(index)?;
-        }
+            self.count_in(index)
+        })
+    }
+
+    /// Takes what is not ready at the end of backward for ready, then launches what was held back.
+    pub(super) fn complete(&mut self, unready: &[usize]) -> Result<()> {
+        self.take_as_ready(unready)?;
         let held = std::mem::replace(&mut self.held, 0..0);
         self.launch(held)
     }
@@ -198,18 +285,35 @@ impl Core {
     fn launch(&self, buckets: Range<usize>) -> Result<()> {
         let step = self.step;
         buckets.into_iter().try_for_each(|bucket| {
-            self.communicator.post(move |desk| {
-                desk.timed(Phase::AllReduce, step, |Desk { collective, buckets, .. }| {
-                    collective.all_reduce(&buckets[bucket])
-                })
-            })
+            self.communicator.post(move |desk| desk.timed(Phase::AllReduce, step, |desk| desk.reduce(bucket)))
         })
     }
 
+    /// Parameters without which a backward of the graph that was learnt runs.
+    pub(super) fn never_used(&self) -> Vec<usize> {
+        match &self.graph {
+            Graph::Static(expected) => (0..expected.len()).filter(|&index| expected[index] == 0).collect(),
+            Graph::Dynamic | Graph::Learning => Vec::new(),
+        }
+    }
+
+    /// All parameters, those first whose gradients came, in the order in which they did; from now on the
+    /// graph is known.
+    pub(super) fn learn(&mut self) -> Vec<usize> {
+        self.graph = Graph::Static(self.hits.clone());
+        let rest = (0..self.hits.len()).filter(|&index| self.hits[index] == 0);
+        self.order.iter().copied().chain(rest).collect()
+    }
+
+    /// The gradients that were left are part of a reduction now.
+    pub(super) fn end(&mut self) {
+        self.mode = Mode::Idle;
+        self.accumulated = false;
+    }
+
     /// Asks all ranks which parameters they used; the answer is there after the wait.
-    pub(super) fn agree_on_used(&self, unready: &[usize]) -> Result<Arc<Mutex<Vec<bool>>>> {
-        let mut mine = vec![1u8; self.slots.len()];
-        unready.iter().for_each(|&index| mine[index] = 0);
+    pub(super) fn agree_on_used(&self) -> Result<Arc<Mutex<Vec<bool>>>> {
+        let mine: Vec<u8> = self.used.iter().map(|used| u8::from(*used)).collect();
         let used = Arc::new(Mutex::new(Vec::new()));
         let answer = Arc::clone(&used);
         self.communicator.post(move |desk| {
@@ -221,16 +325,31 @@ impl Core {
         Ok(used)
     }
 
-    pub(super) fn unused(&self, unready: &[usize]) -> Error {
+    fn names(&self, parameters: &[usize]) -> String {
         let names: Vec<String> =
-            unready.iter().map(|&index| format!("`{}`", self.slots[index].name)).collect();
+            parameters.iter().map(|&index| format!("`{}`", self.slots[index].name)).collect();
+        names.join(", ")
+    }
+
+    /// The graph is not the one that the first backward found.
+    pub(super) fn changed(&self, parameters: &[usize], how: &str) -> Error {
+        Error::usage(format!(
+            "rank {}: static_graph is on, but in step {} {} {how} in step 0",
+            self.rank,
+            self.step,
+            self.names(parameters)
+        ))
+        .hint("leave `ddp.static_graph` off for a model whose graph changes; `ddp.find_unused_parameters` suits it")
+    }
+
+    pub(super) fn unused(&self, unready: &[usize]) -> Error {
         let what = format!(
             "rank {}: {} of {} parameters took no part in the loss of step {}: {}; find_unused_parameters is off",
             self.rank,
             unready.len(),
             self.slots.len(),
             self.step,
-            names.join(", ")
+            self.names(unready)
         );
         Error::usage(what).hint(
             "use the output of every parameter in the loss, freeze them, or set `ddp.find_unused_parameters`",

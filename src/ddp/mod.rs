@@ -2,7 +2,7 @@
 //! averaged by bucketed all-reduce while backward still runs.
 //!
 //! Two pure machines decide: [`bucket`] says which gradients travel together, [`reducer`] when a bucket
-//! may go. [`DistributedDataParallel`] acts on what they say; [`DdpEngine`] drives it in a measured run.
+//! may go; a hook from [`hooks`] says how it travels. [`DistributedDataParallel`] acts on what they say; [`DdpEngine`] drives it in a measured run.
 //! Must know neither the `dp` engine nor how processes come to be.
 
 mod agree;
@@ -10,6 +10,7 @@ pub mod bucket;
 mod communicator;
 mod core;
 mod engine;
+pub mod hooks;
 mod module;
 mod options;
 pub mod reducer;

@@ -1,7 +1,7 @@
 //! The wrapper's options, and how much a rank's gradients count.
 
 use crate::card::Meter;
-use crate::config::DdpPlan;
+use crate::config::{CommHookPlan, DdpPlan};
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -18,6 +18,14 @@ pub struct Options {
     pub gradient_as_bucket_view: bool,
     /// Tolerate parameters that take no part in the loss.
     pub find_unused_parameters: bool,
+    /// The graph is the same in every step, as the first backward finds it: later ones neither search it
+    /// nor ask the other ranks. In a graph that does change, an error names the parameter.
+    pub static_graph: bool,
+    /// How buckets travel.
+    pub comm_hook: CommHookPlan,
+    /// Verify that all ranks hold the same model, and give all of them rank 0's values. Without it ranks
+    /// that start from different weights train different models, and nothing tells.
+    pub init_sync: bool,
     /// Rank 0's buffers replace those of all ranks after each backward, so before each next forward.
     pub broadcast_buffers: bool,
     /// Card that this rank works for: names the communication thread and its spans.
@@ -34,6 +42,9 @@ impl Default for Options {
             overlap: true,
             gradient_as_bucket_view: false,
             find_unused_parameters: false,
+            static_graph: false,
+            comm_hook: CommHookPlan::None,
+            init_sync: true,
             broadcast_buffers: true,
             card: 0,
             meter: None,
@@ -49,6 +60,9 @@ impl From<&DdpPlan> for Options {
             overlap: plan.overlap,
             gradient_as_bucket_view: plan.gradient_as_bucket_view,
             find_unused_parameters: plan.find_unused_parameters,
+            static_graph: plan.static_graph,
+            comm_hook: plan.comm_hook,
+            init_sync: plan.init_sync,
             broadcast_buffers: plan.broadcast_buffers,
             ..Self::default()
         }

@@ -6,7 +6,8 @@
 use super::agree::{self, BufferSync, Named};
 use super::bucket::assign;
 use super::communicator::{Communicator, Desk};
-use super::core::{Core, Mode, Slot, lock, place, sizes};
+use super::core::{Core, Graph, Mode, Slot, lock, place, shapes, sizes};
+use super::hooks::{CommHook, comm_hook};
 use super::reducer::Reducer;
 use super::{Module, Options, Share};
 use crate::comm::{Buffer, Collective};
@@ -62,6 +63,8 @@ pub struct DistributedDataParallel<M: Module> {
     steps: u64,
     /// What the end of this backward has to see to.
     finishing: Option<Finishing>,
+    /// Which parameters any rank uses, once a static graph is known.
+    always_used: Option<Arc<Mutex<Vec<bool>>>>,
 }
 
 /// When buckets are planned anew.
@@ -93,19 +96,12 @@ impl<M: Module> DistributedDataParallel<M> {
         let built = Self::build(module, collective.as_mut(), options, rank);
         let (wrapped, buckets, staging) = built.inspect_err(|error| collective.abort(&error.to_string()))?;
         let Wrapped { module, options, slots, plan, buffers } = wrapped;
-        let communicator =
-            Communicator::start(collective, buckets, staging, options.card, options.meter.clone())?;
-        let communicator = Arc::new(communicator);
-        let core = Core {
-            rank,
-            step: 0,
-            mode: Mode::Idle,
-            overlap: options.overlap,
-            reducer: Reducer::new(&plan, slots.len()),
-            slots,
-            held: 0..0,
-            communicator: Arc::clone(&communicator),
-        };
+        let hook = comm_hook(options.comm_hook);
+        let shapes = shapes(&plan, &slots);
+        let desk = Desk::new(collective, buckets, shapes, hook, staging, options.card);
+        let communicator = Arc::new(Communicator::start(desk, options.meter.clone())?);
+        let graph = if options.static_graph { Graph::Learning } else { Graph::Dynamic };
+        let core = Core::new(rank, options.overlap, graph, &plan, slots, Arc::clone(&communicator));
         let core = Arc::new(Mutex::new(core));
         let parameters: Vec<Tensor> =
             lock(&core).slots.iter().map(|slot| slot.parameter.shallow_clone()).collect();
@@ -122,7 +118,11 @@ impl<M: Module> DistributedDataParallel<M> {
             hooks: hooks?,
             core,
             communicator,
-            rebuild: if options.find_unused_parameters { Rebuild::Done } else { Rebuild::AfterFirst },
+            rebuild: if options.find_unused_parameters && !options.static_graph {
+                Rebuild::Done
+            } else {
+                Rebuild::AfterFirst
+            },
             options,
             rank,
             world_size,
@@ -130,6 +130,7 @@ impl<M: Module> DistributedDataParallel<M> {
             plan,
             steps: 0,
             finishing: None,
+            always_used: None,
         })
     }
 
@@ -139,8 +140,10 @@ impl<M: Module> DistributedDataParallel<M> {
         options: Options,
         rank: usize,
     ) -> Result<(Wrapped<M>, Vec<Buffer>, Vec<Buffer>)> {
-        agree::same_model(collective, &module, &options)?;
-        agree::same_values(collective, &module)?;
+        if options.init_sync {
+            agree::same_model(collective, &module, &options)?;
+            agree::same_values(collective, &module)?;
+        }
         let trained: Vec<Named> =
             module.named_parameters().into_iter().filter(|(_, tensor)| tensor.requires_grad()).collect();
         let order: Vec<usize> = (0..trained.len()).rev().collect();
@@ -220,6 +223,34 @@ impl<M: Module> DistributedDataParallel<M> {
         self.finish().map_err(|error| self.stop(error))
     }
 
+    /// Puts a hook of the user's own in place of [`Options::comm_hook`]. All ranks do, before their first
+    /// backward.
+    pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.communicator.call(move |desk| {
+            desk.hook = hook;
+            Ok(())
+        })
+    }
+
+    /// Backward that adds to this rank's gradients and leaves it at that: PyTorch's `no_sync`. The next
+    /// [`backward`](Self::backward) reduces the sum. What the data leave over at their end, fewer
+    /// micro-batches than usual, is reduced by making its last one such a `backward`, with losses divided
+    /// by the number of micro-batches there really were.
+    pub fn backward_no_sync(&mut self, loss: &Tensor) -> Result<()> {
+        if self.finishing.is_some() {
+            return Err(self.stop(self.began_twice()));
+        }
+        lock(&self.core).prepare_without_reduction();
+        let result = if self.hooks.is_empty() { Ok(()) } else { grad::backward(&[loss], &[None]) };
+        lock(&self.core).mode = Mode::Idle;
+        result.map_err(|error| self.stop(error))
+    }
+
+    /// Bytes of gradients that this rank gave to the others since it was wrapped.
+    pub fn bytes_sent(&self) -> u64 {
+        self.communicator.sent()
+    }
+
     /// What the communication thread did since the last call, or in the last backward.
     pub fn take_spans(&self) -> Vec<Span> {
         self.communicator.take_spans()
@@ -236,8 +267,7 @@ impl<M: Module> DistributedDataParallel<M> {
 
     fn run_backward(&mut self, loss: Option<&Tensor>, share: Share) -> Result<()> {
         if self.finishing.is_some() {
-            return Err(Error::usage(format!("rank {}: backward began twice", self.rank))
-                .hint("call finish_backward after begin_backward"));
+            return Err(self.began_twice());
         }
         // The second step rebuilds, in forward. A caller who skips forward gets it here.
         self.rebuild_if_due()?;
@@ -246,21 +276,57 @@ impl<M: Module> DistributedDataParallel<M> {
         drop(self.communicator.take_spans());
         self.send_buffers()?;
         lock(&self.core).prepare(scale, share, self.steps, self.options.gradient_as_bucket_view)?;
+        let mut unready = Vec::new();
         // Nothing to train: the loss has no graph, and that is fine.
         if let Some(loss) = loss.filter(|_| !self.hooks.is_empty()) {
+            // Before backward, so that the buckets of what it will not reach need not wait for its end.
+            unready = self.unreached(loss)?;
+            lock(&self.core).take_as_ready(&unready)?;
             grad::backward(&[loss], &[None])?;
         }
         let mut core = lock(&self.core);
-        let unready = core.reducer.unready();
-        if !unready.is_empty() && loss.is_some() && !self.options.find_unused_parameters {
-            return Err(core.unused(&unready));
+        let left = match core.graph {
+            Graph::Learning if loss.is_some() => core.learn(),
+            _ => core.reducer.unready(),
+        };
+        let learnt = self.always_used.is_none() && self.options.static_graph;
+        if loss.is_some() && !learnt && !left.is_empty() {
+            match core.graph {
+                Graph::Dynamic if self.options.find_unused_parameters => {}
+                Graph::Dynamic => return Err(core.unused(&left)),
+                Graph::Learning | Graph::Static(_) => {
+                    return Err(core.changed(&left, "took no part, as it did"));
+                }
+            }
         }
-        core.complete(&unready)?;
-        let used = self.options.find_unused_parameters.then(|| core.agree_on_used(&unready)).transpose()?;
-        core.mode = Mode::Idle;
+        core.complete(&left)?;
+        let ask = learnt || (self.options.find_unused_parameters && !self.options.static_graph);
+        let used = if ask { Some(core.agree_on_used()?) } else { self.always_used.clone() };
+        if learnt {
+            self.always_used.clone_from(&used);
+        }
+        core.end();
+        unready.extend(left);
         self.finishing = Some(Finishing { unready, used });
         self.steps += 1;
         Ok(())
+    }
+
+    /// Parameters that are known to take no part in this loss, before backward finds out.
+    fn unreached(&self, loss: &Tensor) -> Result<Vec<usize>> {
+        if self.options.static_graph {
+            return Ok(lock(&self.core).never_used());
+        }
+        if !self.options.find_unused_parameters {
+            return Ok(Vec::new());
+        }
+        let reached = grad::reached(loss, &self.hooks)?;
+        Ok((0..reached.len()).filter(|&parameter| !reached[parameter]).collect())
+    }
+
+    fn began_twice(&self) -> Error {
+        Error::usage(format!("rank {}: backward began twice", self.rank))
+            .hint("call finish_backward after begin_backward")
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -330,9 +396,12 @@ impl<M: Module> DistributedDataParallel<M> {
         }
         core.detach_gradients()?;
         let sizes = sizes(&plan, &core.slots);
+        let shapes = shapes(&plan, &core.slots);
         let flats = self.communicator.call(move |desk| {
             // First, so that the old and the new memory are never there together.
             desk.buckets.clear();
+            desk.hook.buckets_changed();
+            desk.shapes = shapes;
             let mut flats = Vec::new();
             for (len, kind) in sizes {
                 let bucket = desk.collective.allocate(len, kind)?;

@@ -37,7 +37,12 @@ impl Engine for DpEngine {
             Ok((loss.f_double_value(&[])?, self.parallel.seed(&loss)?))
         })?;
         self.parallel.run_backward(seed, recorder)?;
-        Ok(StepOutcome { loss, samples: batch.samples, spans: std::mem::take(&mut self.parallel.spans) })
+        Ok(StepOutcome {
+            loss,
+            samples: batch.samples,
+            sent_bytes: None,
+            spans: std::mem::take(&mut self.parallel.spans),
+        })
     }
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {

@@ -46,6 +46,8 @@ pub struct StepOutcome {
     pub loss: f64,
     /// Rows of this process's part: the weight of `loss`.
     pub samples: usize,
+    /// Bytes of gradients that this process gave to others; `None` where nobody counts them.
+    pub sent_bytes: Option<u64>,
     /// Phases of other threads of this process that ended since the last step.
     pub spans: Vec<Span>,
 }

@@ -31,6 +31,8 @@ pub struct StepEvent {
     pub samples: usize,
     /// Of these, rows that only fill up the epoch's last batch: not new samples.
     pub repeated: usize,
+    /// Bytes of gradients that this process gave to others.
+    pub sent_bytes: Option<u64>,
     /// Before the batch was asked for.
     pub start: Nanos,
     /// After the update, device idle.
@@ -97,7 +99,16 @@ fn one_step(
     }
     let mut spans = recorder.drain();
     spans.extend(outcome.spans);
-    Ok(StepEvent { step, loss: outcome.loss, samples: outcome.samples, repeated, start, end, spans })
+    Ok(StepEvent {
+        step,
+        loss: outcome.loss,
+        samples: outcome.samples,
+        repeated,
+        sent_bytes: outcome.sent_bytes,
+        start,
+        end,
+        spans,
+    })
 }
 
 #[cfg(test)]
@@ -117,7 +128,7 @@ mod tests {
     impl Engine for Scripted {
         fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
             let loss = recorder.time(Phase::Forward, || self.losses.remove(0));
-            Ok(StepOutcome { loss, samples: batch.samples, spans: Vec::new() })
+            Ok(StepOutcome { loss, samples: batch.samples, sent_bytes: None, spans: Vec::new() })
         }
         fn update(&mut self, _: &mut Recorder) -> Result<()> {
             Ok(())

@@ -32,7 +32,7 @@ impl Engine for Single {
             Ok((loss, value))
         })?;
         timed(recorder, inject, Phase::Backward, || grad::backward(&[&loss], &[None]))?;
-        Ok(StepOutcome { loss: value, samples: batch.samples, spans: Vec::new() })
+        Ok(StepOutcome { loss: value, samples: batch.samples, sent_bytes: None, spans: Vec::new() })
     }
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {

@@ -98,6 +98,9 @@ pub struct StepReport {
     pub samples: u64,
     /// Of these, rows that only fill up the epoch's last batch: not new samples.
     pub repeated: u64,
+    /// Bytes of gradients that it gave to the others; `None` where nobody counts them.
+    #[serde(default)]
+    pub sent_bytes: Option<u64>,
     /// Before the batch was asked for.
     pub start: Nanos,
     /// After the update, device idle.

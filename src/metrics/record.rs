@@ -174,6 +174,9 @@ pub struct Round {
     pub communication_ms: Option<f64>,
     /// Its part that nothing hid.
     pub exposed_communication_ms: Option<f64>,
+    /// Bytes of gradients that a rank gives to the others in a step; `None` where nobody counts them.
+    #[serde(default)]
+    pub gradient_bytes: Option<f64>,
     /// 1 - exposed / communication; `None` where there is no communication.
     pub overlap: Option<f64>,
     /// By card.

@@ -59,6 +59,7 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         losses: (0..steps).map(|step| loss_of_step(logs, step)).collect::<Result<_>>()?,
         communication_ms: communication.map(|comm| comm.total_ms),
         exposed_communication_ms: communication.map(|comm| comm.exposed_ms),
+        gradient_bytes: gradient_bytes(logs, warmup),
         overlap: communication.and_then(Communication::overlap),
         cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps, timed)).collect(),
         weights_digests: logs.iter().filter_map(|log| log.weights_digest.clone()).collect(),
@@ -85,6 +86,7 @@ pub fn failed(error: &Error) -> Round {
         losses: Vec::new(),
         communication_ms: None,
         exposed_communication_ms: None,
+        gradient_bytes: None,
         overlap: None,
         cards: Vec::new(),
         weights_digests: Vec::new(),
@@ -179,6 +181,14 @@ fn loss_of_step(logs: &[RankLog], step: usize) -> Result<f64> {
         (_, None) => Err(corrupt(format!("a rank reported no loss for step {step}"))),
     };
     Ok(reports().map(weighted).sum::<Result<f64>>()? / samples as f64)
+}
+
+/// Mean over ranks and measured steps; `None` unless all of them were counted.
+fn gradient_bytes(logs: &[RankLog], warmup: usize) -> Option<f64> {
+    let reports = logs.iter().flat_map(|log| &log.steps[warmup..]);
+    let counts: Option<Vec<f64>> =
+        reports.map(|report| report.sent_bytes.map(|bytes| bytes as f64)).collect();
+    counts.filter(|counts| !counts.is_empty()).map(|all| all.iter().sum::<f64>() / all.len() as f64)
 }
 
 /// By phase: its time on a card in a step, the largest over cards, the median over steps. A step without
@@ -293,6 +303,7 @@ mod tests {
             loss: Some(loss),
             samples,
             repeated: 0,
+            sent_bytes: None,
             start: Nanos(start_ms * MS),
             end: Nanos(end_ms * MS),
             spans,

@@ -99,6 +99,17 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
     format!("a gradient hook panicked: {message}")
 }
 
+/// For each hook's parameter, whether the graph of `loss` reaches it. Runs nothing.
+pub fn reached(loss: &Tensor, hooks: &[Hook]) -> Result<Vec<bool>> {
+    let raws: Vec<_> = hooks.iter().map(|hook| hook.raw).collect();
+    let mut reached = vec![false; hooks.len()];
+    // SAFETY: hooks and tensor live through the call; both lists have `len` entries.
+    unsafe {
+        shim::check(shim::dvd_graph_reaches(shim::raw(loss), raws.as_ptr(), raws.len(), reached.as_mut_ptr()))
+    }?;
+    Ok(reached)
+}
+
 /// Backward from `outputs` with these gradients; `None` seeds a scalar with one. Accumulates into leaves.
 pub fn backward(outputs: &[&Tensor], gradients: &[Option<&Tensor>]) -> Result<()> {
     if outputs.len() != gradients.len() {
@@ -156,6 +167,28 @@ mod tests {
 
     fn values(tensor: &Tensor) -> Vec<f32> {
         Vec::try_from(tensor).unwrap()
+    }
+
+    #[test]
+    fn a_graph_says_whom_it_reaches_without_running() {
+        let (used, twice, unused) = (param(&[1.0]), param(&[2.0]), param(&[3.0]));
+        let fired = Arc::new(AtomicUsize::new(0));
+        let hooks: Vec<_> = [&used, &twice, &unused]
+            .map(|param| {
+                let fired = Arc::clone(&fired);
+                on_gradient(param, move || {
+                    fired.fetch_add(1, Ordering::Relaxed);
+                    Ok(())
+                })
+                .unwrap()
+            })
+            .into();
+        let loss = (&used * &twice + &twice).sum(Dtype::Float);
+        assert_eq!(reached(&loss, &hooks).unwrap(), [true, true, false]);
+        // A leaf reaches itself, and a constant nobody.
+        assert_eq!(reached(&unused, &hooks).unwrap(), [false, false, true]);
+        assert_eq!(reached(&Tensor::from(1.0f32), &hooks).unwrap(), [false; 3]);
+        assert_eq!(fired.load(Ordering::Relaxed), 0);
     }
 
     #[test]

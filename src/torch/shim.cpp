@@ -15,6 +15,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -223,6 +224,32 @@ char* dvd_hook_add(const at::Tensor* param, void* data, HookTable table, Gradien
 
 void dvd_hook_free(GradientHook* hook) {
   delete hook;
+}
+
+// Which of the hooked parameters the graph of `loss` reaches, without running it.
+char* dvd_graph_reaches(const at::Tensor* loss, GradientHook* const* hooks, size_t count, bool* reached) {
+  return guarded([&] {
+    std::unordered_set<torch::autograd::Node*> seen;
+    std::vector<torch::autograd::Node*> open;
+    const auto visit = [&](const std::shared_ptr<torch::autograd::Node>& node) {
+      if (node && seen.insert(node.get()).second) {
+        open.push_back(node.get());
+      }
+    };
+    if (loss->requires_grad()) {
+      visit(torch::autograd::impl::gradient_edge(*loss).function);
+    }
+    while (!open.empty()) {
+      const auto* node = open.back();
+      open.pop_back();
+      for (const auto& edge : node->next_edges()) {
+        visit(edge.function);
+      }
+    }
+    for (size_t i = 0; i < count; ++i) {
+      reached[i] = seen.count(hooks[i]->accumulator.get()) > 0;
+    }
+  });
 }
 
 char* dvd_backward(at::Tensor* const* outputs, at::Tensor* const* gradients, size_t count, void** hook_error) {

@@ -47,6 +47,12 @@ unsafe extern "C" {
         out: *mut *mut RawHook,
     ) -> Text;
     pub(super) fn dvd_hook_free(hook: *mut RawHook);
+    pub(super) fn dvd_graph_reaches(
+        loss: *const RawTensor,
+        hooks: *const *mut RawHook,
+        count: usize,
+        reached: *mut bool,
+    ) -> Text;
     pub(super) fn dvd_backward(
         outputs: Tensors,
         gradients: Tensors,

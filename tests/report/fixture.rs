@@ -275,6 +275,7 @@ fn summarise_round(
             .map(|step| 0.15 + 2.2 * (-(step as f64) / 22.0).exp() * (1.0 + 0.05 * (step as f64 * 0.9).sin()))
             .collect(),
         communication_ms: all,
+        gradient_bytes: None,
         exposed_communication_ms: if engine == EngineKind::Dp { all } else { exposed },
         overlap: match engine {
             EngineKind::Dp => Some(0.0),

@@ -165,6 +165,7 @@ mod tests {
             losses: vec![],
             communication_ms: None,
             exposed_communication_ms: None,
+            gradient_bytes: None,
             overlap: None,
             cards: vec![],
             weights_digests: vec![],

@@ -77,8 +77,16 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
 
 /// What each option that was tried costs: its row against its base, round by round.
 pub(in crate::report) fn ab(results: &Results) -> Table {
-    let header =
-        ["Tried", "Throughput", "Memory peak", "Exposed comm.", "Start", "Loss differs by", "Allowed"];
+    let header = [
+        "Tried",
+        "Throughput",
+        "Memory peak",
+        "Exposed comm.",
+        "Gradients sent",
+        "Start",
+        "Loss differs by",
+        "Allowed",
+    ];
     let rows = text::engines_in_order(results).into_iter().filter_map(|name| {
         let record = &results.engines[name];
         let base = results.engines.get(&record.tried.as_ref()?.base)?;
@@ -94,6 +102,7 @@ pub(in crate::report) fn ab(results: &Results) -> Table {
             or_dash(result.and_then(|result| result.throughput.as_ref()).map(text::ratio)),
             or_dash(difference(largest_peak, |b| crate::units::bytes(b as u64))),
             or_dash(difference(exposed, |ms| format!("{} ms", number(ms)))),
+            or_dash(difference(sent, |b| crate::units::bytes(b as u64))),
             or_dash(difference(start, |ms| format!("{} ms", number(ms)))),
             or_dash(
                 result
@@ -110,6 +119,10 @@ pub(in crate::report) fn ab(results: &Results) -> Table {
 fn largest_peak(record: &EngineRecord) -> Option<f64> {
     let peaks = record.summary.as_ref()?.cards.iter().filter_map(|card| card.memory_peak_bytes);
     peaks.max().map(|bytes| bytes as f64)
+}
+
+fn sent(record: &EngineRecord) -> Option<f64> {
+    median(&ok_rounds(record).iter().filter_map(|round| round.gradient_bytes).collect::<Vec<_>>())
 }
 
 fn start(record: &EngineRecord) -> Option<f64> {
