@@ -236,7 +236,12 @@ impl Core {
                 return Ok(());
             }
             Graph::Static(expected) if self.hits[index] > expected[index] => {
-                return Err(self.changed(&[index], "took part more often than"));
+                let how = if expected[index] == 0 {
+                    "took part, which it did not"
+                } else {
+                    "took part more often than"
+                };
+                return Err(self.changed(&[index], how));
             }
             Graph::Static(expected) if self.hits[index] < expected[index] => return Ok(()),
             Graph::Static(_) => {}

@@ -58,7 +58,7 @@ impl CommHook for AllReduce {
 
 /// Rounded to 16 bits on the way: PyTorch's `bf16_compress_hook` and `fp16_compress_hook`. They average
 /// in 16 bits, after rounding; here gradients are averaged first, which is the same to the bit for world
-/// sizes that are powers of two.
+/// sizes that are powers of two, but for float16's smallest numbers.
 #[derive(Debug)]
 pub struct Rounded {
     kind: Kind,
@@ -164,13 +164,17 @@ fn split(shapes: &[Vec<i64>], rank: i64) -> Split {
         let len: i64 = shape.iter().product();
         let rows = shape.first().copied().unwrap_or(1);
         let columns = if rows > 0 { len / rows } else { 0 };
+        let rank = rank.min(rows).min(columns);
         if (rows + columns) * rank * LEAST_COMPRESSION < len {
-            split.matrices.push(Matrix { offset, rows, columns, rank: rank.min(rows).min(columns) });
+            split.matrices.push(Matrix { offset, rows, columns, rank });
         } else {
             split.whole.push((offset, len));
         }
         offset += len;
     }
+    // Matrices of one shape follow each other, as in PyTorch: which factors are drawn depends on it.
+    let shapes: Vec<_> = split.matrices.iter().map(|m| (m.rows, m.columns)).collect();
+    split.matrices.sort_by_key(|m| shapes.iter().position(|shape| *shape == (m.rows, m.columns)));
     split
 }
 
@@ -256,7 +260,9 @@ impl PowerSgd {
             }
             sent += bytes(&memory.p) + bytes(&memory.q);
         }
-        let _ = memory.error.f_sub_(flat)?;
+        // Every rank owes its own part of what was left out of the average.
+        let part = flat.f_div_scalar(collective.world_size() as i64)?;
+        let _ = memory.error.f_sub_(&part)?;
         self.buckets.insert(bucket.index, memory);
         Ok(sent)
     }
@@ -360,6 +366,9 @@ mod tests {
         let split = split(&[vec![100, 5, 10], vec![8, 8], vec![100]], 4);
         assert_eq!(split.matrices, [Matrix { offset: 0, rows: 100, columns: 50, rank: 4 }]);
         assert_eq!(split.whole, [(5000, 64), (5064, 100)]);
+        let shapes = [vec![20, 30], vec![40, 20], vec![20, 30]];
+        let offsets: Vec<i64> = super::split(&shapes, 1).matrices.iter().map(|m| m.offset).collect();
+        assert_eq!(offsets, [0, 1400, 600], "those of one shape together");
     }
 
     #[test]

@@ -11,6 +11,8 @@ use std::cell::RefCell;
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 
+mod options;
+
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs `work` as every rank, each on its own thread; results by rank.

@@ -295,7 +295,7 @@ impl<M: Module> DistributedDataParallel<M> {
                 Graph::Dynamic if self.options.find_unused_parameters => {}
                 Graph::Dynamic => return Err(core.unused(&left)),
                 Graph::Learning | Graph::Static(_) => {
-                    return Err(core.changed(&left, "took no part, as it did"));
+                    return Err(core.changed(&left, "took no part, which it did"));
                 }
             }
         }
