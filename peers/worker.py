@@ -3,10 +3,15 @@
 `dp-vs-ddp compare --peers torch` starts it as it starts its own workers; reference.py does the same.
 """
 
+import ctypes
 import json
 import os
+import re
+import signal
 import sys
 import threading
+
+PR_SET_PDEATHSIG = 1
 
 
 def claim_stdout():
@@ -18,6 +23,8 @@ def claim_stdout():
 
 def end_with_parent():
     """The parent's end of standard input closes when it ends, whatever killed it."""
+    # For a parent that dies while this process is stopped and cannot see the end of its input.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch():
         while os.read(0, 64):
@@ -50,8 +57,19 @@ def describe(error):
     if isinstance(error, Failure):
         return error.kind, str(error), error.hint
     text = str(error).split("\nException raised from")[0].strip() or type(error).__name__
-    kind = "out_of_memory" if "out of memory" in text or "can't allocate memory" in text else "torch"
-    return kind, f"{type(error).__name__}: {text}", None
+    hint = None
+    if "out of memory" in text or "can't allocate memory" in text:
+        kind = "out_of_memory"
+    elif re.search("timed out|timeout", text, re.IGNORECASE):
+        kind, hint = "timeout", "raise run.deadline_s if a step or the start may take that long"
+    elif "gloo" in text or "nccl" in text.lower():
+        # A peer has gone: what became of it is the parent's to find out.
+        kind = "worker"
+    else:
+        kind = "torch"
+    # Where in PyTorch's sources it was raised helps nobody here.
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)
+    return kind, f"{type(error).__name__}: {text}", hint
 
 
 def main():

@@ -163,6 +163,21 @@ mod tests {
     }
 
     #[test]
+    fn the_first_draws_are_those_of_pytorch() {
+        // Values of `peers/data.py` under PyTorch 2.11; `tests/peers` compares whole sets.
+        let source = DataSource::Synthetic { shape: vec![1, 2, 3], classes: 7, samples: 20 };
+        let batch = open(&source, true, 1).unwrap().0.batch(&[0, 1, 2, 3]).unwrap();
+        let expected = [-1.525_595_9f32, -0.750_231_8, -0.653_980_9, -1.609_484_8];
+        assert_eq!(values(&batch.input)[..4], expected.map(f64::from));
+        assert_eq!(values(&batch.target), [3.0, 1.0, 1.0, 3.0]);
+
+        let source = DataSource::Tokens { context: 8, vocabulary: 32, samples: 50 };
+        let batch = open(&source, false, 3).unwrap().0.batch(&[1]).unwrap();
+        assert_eq!(values(&batch.input), [24, 11, 25, 27, 0, 0, 22, 1].map(f64::from));
+        assert_eq!(values(&batch.target), [11, 25, 27, 0, 0, 22, 1, 16].map(f64::from));
+    }
+
+    #[test]
     fn generated_sets_that_cannot_be_are_refused() {
         let open = |shape: &[i64], samples, images| {
             message(open(&DataSource::Synthetic { shape: shape.to_vec(), classes: 2, samples }, images, 0))

@@ -8,6 +8,7 @@
 )]
 
 mod answers;
+mod faults;
 mod options;
 mod same;
 mod support;

@@ -32,6 +32,12 @@ fn one_report_shows_our_engines_and_pytorch_s() {
     assert!(peer["cards"][1]["utilisation_percent_mean"].as_f64().unwrap() > 0.0);
     let digests = peer["weights_digests"].as_array().unwrap();
     assert!(digests.len() == 2 && digests[0] == digests[1]);
+    // The runner that needs no Rust does the very same.
+    let out = tempfile::tempdir().unwrap();
+    assert_eq!(reference(&run, out.path(), &[]), run.losses("torch_ddp"));
+    let gradients = tensors(&out.path().join("torch_ddp.gradients.safetensors"));
+    assert_eq!(gradients, run.gradients("torch_ddp"));
+    assert_eq!(tensors(&out.path().join("torch_ddp.safetensors")), run.weights("torch_ddp"));
     let page = std::fs::read_to_string(run.path("report.html")).unwrap();
     assert!(page.contains("PyTorch DDP") && page.contains("PyTorch Single"));
     let samples = std::fs::read_to_string(run.path("samples.csv")).unwrap();

@@ -3,6 +3,7 @@
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::io::Seek;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use tempfile::TempDir;
@@ -23,11 +24,17 @@ pub(crate) fn python() -> Option<Command> {
     Some(command)
 }
 
-/// What some lines of Python print, as JSON. The peers' modules can be imported.
-pub(crate) fn ask(code: &str) -> Option<Value> {
+/// What some lines of Python print, as JSON, with `given` as the value of that name. The peers' modules
+/// can be imported.
+pub(crate) fn ask(given: &Value, code: &str) -> Option<Value> {
     let mut python = python()?;
-    let code = format!("import sys, json; sys.path.insert(0, 'peers')\n{code}");
-    let output = python.args(["-c", &code]).output().unwrap();
+    let head = "import sys, json; sys.path.insert(0, 'peers'); import worker, data, models, engine\n\
+                given = json.load(sys.stdin)\n";
+    // A file, because an argument may not be this long.
+    let mut input = tempfile::tempfile().unwrap();
+    serde_json::to_writer(&input, given).unwrap();
+    input.rewind().unwrap();
+    let output = python.args(["-c", &format!("{head}{code}")]).stdin(input).output().unwrap();
     Some(serde_json::from_str(&printed(&output)).unwrap())
 }
 
@@ -76,6 +83,16 @@ impl Run {
     }
 }
 
+/// Losses of PyTorch's DDP, run without the Rust program from a run's plan and weights.
+pub(crate) fn reference(run: &Run, out: &Path, further: &[&str]) -> Vec<f64> {
+    let mut python = python().unwrap();
+    python.arg("peers/reference.py").arg(run.path("plan.json")).args(["--engine", "torch_ddp", "--init"]);
+    python.arg(run.path("weights/init.safetensors")).arg("--out").arg(out).args(further);
+    printed(&python.output().unwrap());
+    let text = std::fs::read_to_string(out.join("torch_ddp.json")).unwrap();
+    floats(&serde_json::from_str::<Value>(&text).unwrap()["losses"])
+}
+
 pub(crate) fn floats(list: &Value) -> Vec<f64> {
     list.as_array().unwrap().iter().map(|value| value.as_f64().unwrap()).collect()
 }
@@ -98,12 +115,25 @@ pub(crate) fn tensors(path: &Path) -> Tensors {
 /// Norm of the difference over the norm of `theirs`, over all tensors together. Names must be the same.
 pub(crate) fn distance(ours: &Tensors, theirs: &Tensors) -> f64 {
     assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
-    let square = |x: f32, y: f32| (f64::from(x) - f64::from(y)).powi(2);
-    let pairs = || ours.values().flatten().zip(theirs.values().flatten());
-    let apart: f64 = pairs().map(|(a, b)| square(*a, *b)).sum();
-    let size: f64 = pairs().map(|(_, b)| square(*b, 0.0)).sum();
+    let (apart, size) = ours
+        .iter()
+        .map(|(name, values)| squares(values, &theirs[name]))
+        .fold((0.0, 0.0), |sum, part| (sum.0 + part.0, sum.1 + part.1));
     assert!(size > 0.0, "nothing to compare with");
     (apart / size).sqrt()
+}
+
+/// The tensor with the largest part in that difference.
+pub(crate) fn worst<'a>(ours: &'a Tensors, theirs: &Tensors) -> &'a str {
+    let part = |(name, values): &(&String, &Vec<f32>)| squares(values, &theirs[*name]).0;
+    ours.iter().max_by(|a, b| part(a).total_cmp(&part(b))).unwrap().0
+}
+
+/// Squared norms: of the difference, and of `theirs`.
+fn squares(ours: &[f32], theirs: &[f32]) -> (f64, f64) {
+    assert_eq!(ours.len(), theirs.len());
+    let pairs = || ours.iter().zip(theirs).map(|(a, b)| (f64::from(*a), f64::from(*b)));
+    (pairs().map(|(a, b)| (a - b).powi(2)).sum(), pairs().map(|(_, b)| b.powi(2)).sum())
 }
 
 /// Largest relative difference of a loss.
