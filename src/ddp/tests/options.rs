@@ -4,8 +4,6 @@ use super::*;
 use crate::config::CommHookPlan;
 use crate::ddp::hooks::{AllReduce, Bucket, CommHook};
 use crate::torch::grad::set_grad;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn gradients(ddp: &DistributedDataParallel<Toy>) -> Vec<f32> {
     ddp.parameters().iter().flat_map(|p| grad(p).map_or_else(Vec::new, |g| floats(&g))).collect()
@@ -91,15 +89,11 @@ fn a_static_graph_that_changes_is_an_error_that_names_the_parameter() {
 
 #[test]
 fn buckets_of_unused_parameters_do_not_wait_for_the_end_of_backward() {
-    /// Tells how many gradients were there when it was asked to reduce each bucket.
-    struct Watching(Arc<AtomicUsize>, Vec<usize>, std::sync::mpsc::Sender<Vec<usize>>);
-    impl CommHook for Watching {
+    struct Telling(std::sync::mpsc::Sender<usize>);
+    impl CommHook for Telling {
         fn reduce(&mut self, collective: &mut dyn Collective, bucket: Bucket) -> crate::Result<usize> {
-            self.1.push(self.0.load(Ordering::SeqCst));
             let sent = AllReduce.reduce(collective, bucket)?;
-            if bucket.last {
-                self.2.send(std::mem::take(&mut self.1)).unwrap();
-            }
+            self.0.send(bucket.index).unwrap();
             Ok(sent)
         }
     }
@@ -111,19 +105,18 @@ fn buckets_of_unused_parameters_do_not_wait_for_the_end_of_backward() {
         ..Options::default()
     };
     let mut ddp = DistributedDataParallel::new(branched(), Box::new(Local::new()), options).unwrap();
-    let (started, (sender, told)) = (Arc::new(AtomicUsize::new(0)), std::sync::mpsc::channel());
-    ddp.register_comm_hook(Box::new(Watching(started.clone(), Vec::new(), sender))).unwrap();
+    let (sender, reduced) = std::sync::mpsc::channel();
+    ddp.register_comm_hook(Box::new(Telling(sender))).unwrap();
     let loss = ddp.forward(|toy| Ok(branched_loss(toy, &noise(&[4], 0), false))).unwrap();
-    let trunk = ddp.module().get("trunk");
-    let _hook = crate::torch::grad::on_gradient(&trunk, move || {
-        started.fetch_add(1, Ordering::SeqCst);
+    // Backward cannot end before both have been reduced.
+    let _hook = crate::torch::grad::on_gradient(&ddp.module().get("trunk"), move || {
+        for bucket in 0..2 {
+            assert_eq!(reduced.recv_timeout(PATIENCE), Ok(bucket));
+        }
         Ok(())
     })
     .unwrap();
     ddp.backward(&loss).unwrap();
-    let order = told.recv().unwrap();
-    assert_eq!(order.len(), 3);
-    assert_eq!(order[..2], [0, 0], "both buckets of the side go before the trunk has its gradient");
 }
 
 #[test]
