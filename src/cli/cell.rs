@@ -159,7 +159,10 @@ fn keep(log: &mut RankLog, message: Message, started: Nanos) {
         Message::Ready => log.ready_after = Some(Nanos::now().since(started)),
         Message::Step(step) => log.steps.push(step),
         Message::CardTotals(totals) => log.totals.push(totals),
-        Message::Weights { digest } => log.weights_digest = Some(digest),
+        Message::Weights { digest, skipped_steps } => {
+            log.weights_digest = Some(digest);
+            log.skipped_steps = skipped_steps;
+        }
         Message::MeasuringStarts
         | Message::MeasuringEnds
         | Message::Evaluated { .. }

@@ -76,6 +76,11 @@ pub(crate) fn decide(config: Option<&str>, overrides: &Overrides, uneven: Uneven
     let cards = virtual_cards(&topology.cores_for(threads), plan.run.cards, plan.run.threads_per_card);
     let mut warnings: Vec<Warning> = shared_cores(&plan, threads, cores).into_iter().collect();
     warnings.extend(without_torch_dp(&mut plan)?);
+    warnings.extend(plan.run.tf32.then(|| Warning {
+        code: "tf32_without_cuda".to_owned(),
+        message: "run.tf32 is on, but changes nothing on virtual cards: only CUDA cards have TF32".to_owned(),
+        hint: None,
+    }));
     let source = Source { name, text, overrides: overrides.clone(), machine, uneven };
     Ok(Request { plan, cards: cards.iter().map(card_info).collect(), warnings, source })
 }

@@ -20,7 +20,7 @@ use crate::metrics::phase::{CardTotals, StepReport};
 use crate::metrics::proc::own_card_cpu;
 use crate::metrics::record::CardInfo;
 use crate::torch::store::Store;
-use crate::torch::{memory, threads};
+use crate::torch::{memory, precision, threads};
 use crate::units::Nanos;
 use crate::{model, torch};
 use std::any::Any;
@@ -157,6 +157,7 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
     memory::set_process_card(card.index);
     memory::set_thread_card(card.index);
     threads::set_intra_op(job.plan.run.threads_per_card);
+    precision::allow_tf32(job.plan.run.tf32);
 
     let (train, test) = data::open(&job.plan.data.source, wants_images(&job.plan.model), job.plan.run.seed)?;
     let mut loader = Loader::new(Arc::new(train), loader_options(job))?;
@@ -173,7 +174,10 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
         Mode::Compare => measure(job, &meter, engine.as_mut(), &mut loader, reporter)?,
         Mode::Train { epochs } => train_and_test(job, epochs, engine.as_mut(), &mut loader, &test, reporter)?,
     }
-    reporter.send(&Message::Weights { digest: engine.state().digest()? })?;
+    reporter.send(&Message::Weights {
+        digest: engine.state().digest()?,
+        skipped_steps: engine.skipped_steps(),
+    })?;
     if let Some(path) = job.save_final.as_ref().filter(|_| first_rank) {
         engine.state().save(path)?;
     }

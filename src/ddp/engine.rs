@@ -56,7 +56,7 @@ fn micro_batches(batch: &Batch, count: usize) -> Result<Vec<(Tensor, Tensor)>> {
 
 impl Engine for DdpEngine {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
-        let Self { ddp, recipe, accumulate, .. } = self;
+        let Self { ddp, recipe, updater, accumulate, .. } = self;
         let inject = recipe.inject.as_ref();
         // By samples: equal shares come out as 1/world_size, and uneven ranks as one process on all of them.
         let share = Share::Samples { mine: batch.samples, global: batch.global_samples };
@@ -66,22 +66,26 @@ impl Engine for DdpEngine {
             if let Some(loss) = last.take() {
                 timed(recorder, inject, Phase::Backward, || ddp.backward_no_sync(&loss))?;
             }
-            let forward = || ddp.forward(|model| model.forward(&input, true));
-            let output = timed(recorder, inject, Phase::Forward, forward)?;
-            last = Some(recorder.time(Phase::Loss, || -> Result<_> {
-                let mut loss = model::loss(&output, &target)?;
-                if *accumulate > 1 {
-                    // So that the sum over micro-batches is the mean over this rank's samples.
-                    let part = target.size()[0] as f64 / batch.samples as f64;
-                    loss = loss.f_mul_scalar(part)?;
-                }
-                value += loss.f_double_value(&[])?;
-                Ok(loss)
-            })?);
+            let loss = recipe.autocast(|| {
+                let forward = || ddp.forward(|model| model.forward(&input, true));
+                let output = timed(recorder, inject, Phase::Forward, forward)?;
+                recorder.time(Phase::Loss, || -> Result<_> {
+                    let mut loss = model::loss(&output, &target)?;
+                    if *accumulate > 1 {
+                        // So that the sum over micro-batches is the mean over this rank's samples.
+                        let part = target.size()[0] as f64 / batch.samples as f64;
+                        loss = loss.f_mul_scalar(part)?;
+                    }
+                    value += loss.f_double_value(&[])?;
+                    Ok(loss)
+                })
+            })?;
+            last = Some(updater.scaled(loss)?);
         }
         let sent = ddp.bytes_sent();
         timed(recorder, inject, Phase::Backward, || ddp.begin_backward(last.as_ref(), share))?;
         recorder.time(Phase::Wait, || ddp.finish_backward())?;
+        updater.unscale()?;
         Ok(StepOutcome {
             loss: value,
             samples: batch.samples,
@@ -92,6 +96,10 @@ impl Engine for DdpEngine {
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
         self.updater.update(recorder)
+    }
+
+    fn skipped_steps(&self) -> u64 {
+        self.updater.skipped_steps()
     }
 
     fn state(&self) -> &State {

@@ -10,10 +10,12 @@ use super::replicate::{self, Flat, Spec};
 use super::scatter;
 use crate::card::{self, VirtualCard};
 use crate::comm::wait::{Ended, Waiter, signal};
+use crate::config::Precision;
 use crate::engine::timed;
 use crate::error::{Error, Kind, Result};
 use crate::metrics::phase::{Phase, Recorder, Span};
 use crate::model::Model;
+use crate::torch::precision::autocast;
 use crate::torch::{grad, memory, no_grad, threads};
 use crate::units::Nanos;
 use std::any::Any;
@@ -24,7 +26,7 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// Builds one card's model.
 pub(super) type Factory = Arc<dyn Fn(usize) -> Result<Box<dyn Model>> + Send + Sync>;
@@ -319,9 +321,10 @@ impl Worker {
         let input = self.recorder.time(Phase::Scatter, || scatter::fetch(&chunk))?;
         drop(chunk);
         self.recorder.time(Phase::Replicate, || built.flat.copy_from(&self.source))?;
-        let inject = self.options.inject.as_ref();
-        let output =
-            timed(&mut self.recorder, inject, Phase::Forward, || forward(&*built.model, &input, mode))?;
+        let (inject, precision) = (self.options.inject.as_ref(), self.options.precision);
+        let output = timed(&mut self.recorder, inject, Phase::Forward, || {
+            forward(&*built.model, &input, mode, precision)
+        })?;
         let data = output.f_detach()?;
         built.output = (mode == Mode::Train).then_some(output);
         Ok(data)
@@ -348,9 +351,9 @@ impl Worker {
 }
 
 /// One card's forward.
-pub(super) fn forward(model: &dyn Model, input: &Tensor, mode: Mode) -> Result<Tensor> {
+pub(super) fn forward(model: &dyn Model, input: &Tensor, mode: Mode, precision: Precision) -> Result<Tensor> {
     match mode {
-        Mode::Train => model.forward(input, true),
+        Mode::Train => autocast(precision, Device::Cpu, || model.forward(input, true)),
         Mode::Evaluate => no_grad(|| model.forward(input, false)),
     }
 }

@@ -8,6 +8,8 @@ use crate::engine::{Engine, Recipe, StepOutcome, Updater};
 use crate::error::Result;
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
+use crate::torch::precision::autocast;
+use tch::Device;
 
 /// Trains one model on all cards from the calling thread, which works for the first of them.
 pub struct DpEngine {
@@ -23,8 +25,10 @@ impl DpEngine {
         recipe: impl Into<Recipe>,
         factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
     ) -> Result<Self> {
+        let recipe = recipe.into();
+        let options = Options { precision: recipe.precision, ..options };
         let parallel = DataParallel::new(cards, options, factory)?;
-        let updater = Updater::new(recipe.into(), parallel.parameters());
+        let updater = Updater::new(recipe, parallel.parameters());
         Ok(Self { parallel, updater })
     }
 }
@@ -32,11 +36,13 @@ impl DpEngine {
 impl Engine for DpEngine {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
         let gathered = self.parallel.run_forward(&batch.input, Mode::Train, recorder)?;
+        let precision = self.parallel.options.precision;
         let (loss, seed) = recorder.time(Phase::Loss, || -> Result<_> {
-            let loss = model::loss(&gathered.output, &batch.target)?;
-            Ok((loss.f_double_value(&[])?, self.parallel.seed(&loss)?))
+            let loss = autocast(precision, Device::Cpu, || model::loss(&gathered.output, &batch.target))?;
+            Ok((loss.f_double_value(&[])?, self.parallel.seed(&self.updater.scaled(loss)?)?))
         })?;
         self.parallel.run_backward(seed, recorder)?;
+        self.updater.unscale()?;
         Ok(StepOutcome {
             loss,
             samples: batch.samples,
@@ -47,6 +53,10 @@ impl Engine for DpEngine {
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
         self.updater.update(recorder)
+    }
+
+    fn skipped_steps(&self) -> u64 {
+        self.updater.skipped_steps()
     }
 
     fn state(&self) -> &State {

@@ -22,7 +22,7 @@ pub use gather::Gathered;
 
 use crate::card::{Meter, VirtualCard};
 use crate::comm::wait::Waiter;
-use crate::config::InjectPlan;
+use crate::config::{InjectPlan, Precision};
 use crate::engine::timed;
 use crate::error::{Error, Result};
 use crate::metrics::phase::{Phase, Recorder, Span};
@@ -49,13 +49,22 @@ pub struct Options {
     pub deadline: Duration,
     /// Counters that waiting is charged to, one for each card number in use.
     pub meter: Option<Arc<Meter>>,
+    /// Number format of the models' forwards.
+    pub precision: Precision,
     /// A deliberate slowdown, for testing gates.
     pub inject: Option<InjectPlan>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { dim: 0, threads_per_card: 1, deadline: Duration::from_secs(60), meter: None, inject: None }
+        Self {
+            dim: 0,
+            threads_per_card: 1,
+            deadline: Duration::from_secs(60),
+            meter: None,
+            precision: Precision::Fp32,
+            inject: None,
+        }
     }
 }
 
@@ -236,7 +245,9 @@ impl DataParallel {
             replica.forward(recorder.step(), chunk, mode)?;
         }
         let own = timed(recorder, self.options.inject.as_ref(), Phase::Forward, || match &first {
-            Some(chunk) => apply::guarded(|| apply::forward(&*self.model, chunk, mode)),
+            Some(chunk) => {
+                apply::guarded(|| apply::forward(&*self.model, chunk, mode, self.options.precision))
+            }
             None => Err(Error::usage("a forward without rows")),
         });
         let own = self.on_first_card(own);

@@ -29,6 +29,11 @@ pub trait Engine {
     /// Turns the gradients into new weights, and forgets them.
     fn update(&mut self, recorder: &mut Recorder) -> Result<()>;
 
+    /// Updates that were left out because float16 could not hold their gradients.
+    fn skipped_steps(&self) -> u64 {
+        0
+    }
+
     /// The weights (of card 0, or of this rank).
     fn state(&self) -> &State;
 

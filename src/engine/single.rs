@@ -25,18 +25,26 @@ impl Single {
 impl Engine for Single {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
         let inject = self.recipe.inject.as_ref();
-        let output = timed(recorder, inject, Phase::Forward, || self.model.forward(&batch.input, true))?;
-        let (loss, value) = recorder.time(Phase::Loss, || -> Result<_> {
-            let loss = model::loss(&output, &batch.target)?;
-            let value = loss.f_double_value(&[])?;
-            Ok((loss, value))
+        let (loss, value) = self.recipe.autocast(|| {
+            let output = timed(recorder, inject, Phase::Forward, || self.model.forward(&batch.input, true))?;
+            recorder.time(Phase::Loss, || -> Result<_> {
+                let loss = model::loss(&output, &batch.target)?;
+                let value = loss.f_double_value(&[])?;
+                Ok((loss, value))
+            })
         })?;
+        let loss = self.updater.scaled(loss)?;
         timed(recorder, inject, Phase::Backward, || grad::backward(&[&loss], &[None]))?;
+        self.updater.unscale()?;
         Ok(StepOutcome { loss: value, samples: batch.samples, sent_bytes: None, spans: Vec::new() })
     }
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
         self.updater.update(recorder)
+    }
+
+    fn skipped_steps(&self) -> u64 {
+        self.updater.skipped_steps()
     }
 
     fn state(&self) -> &State {

@@ -5,7 +5,8 @@ use crate::Result;
 use crate::config::{InjectPlan, OptimizerPlan, Plan, Precision};
 use crate::metrics::phase::{Phase, Recorder};
 use crate::torch::optim::Optimizer;
-use tch::Tensor;
+use crate::torch::precision::{self, Scaler};
+use tch::{Device, Tensor};
 
 /// How a step is done, whatever the engine.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,25 +39,69 @@ impl From<OptimizerPlan> for Recipe {
     }
 }
 
+impl Recipe {
+    /// Runs a forward or a loss in the number format of the recipe, on the calling thread.
+    pub fn autocast<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        precision::autocast(self.precision, Device::Cpu, run)
+    }
+}
+
 /// The optimiser and what comes before it.
 #[derive(Debug)]
 pub struct Updater {
     optimizer: Optimizer,
+    parameters: Vec<Tensor>,
+    clip_norm: Option<f64>,
+    scaler: Option<Scaler>,
+    skipped: u64,
     inject: Option<InjectPlan>,
 }
 
 impl Updater {
     /// Over these parameters; handles are shared, not copied.
     pub fn new(recipe: Recipe, parameters: Vec<Tensor>) -> Self {
-        Self { optimizer: Optimizer::new(recipe.optimizer, parameters), inject: recipe.inject }
+        Self {
+            parameters: parameters.iter().map(Tensor::shallow_clone).collect(),
+            optimizer: Optimizer::new(recipe.optimizer, parameters),
+            clip_norm: recipe.clip_norm,
+            scaler: (recipe.precision == Precision::Fp16).then(Scaler::default),
+            skipped: 0,
+            inject: recipe.inject,
+        }
     }
 
-    /// One update; the gradients are undefined afterwards.
+    /// The loss that backward is to start from: scaled where float16 needs it.
+    pub fn scaled(&self, loss: Tensor) -> Result<Tensor> {
+        match &self.scaler {
+            None => Ok(loss),
+            Some(scaler) => Ok(loss.f_mul_scalar(scaler.scale())?),
+        }
+    }
+
+    /// Ends a backward: the gradients are those of the loss itself again.
+    pub fn unscale(&mut self) -> Result<()> {
+        self.scaler.as_mut().map_or(Ok(()), |scaler| scaler.unscale(&self.parameters))
+    }
+
+    /// One update; the gradients are undefined afterwards. A step whose gradients float16 could not hold is
+    /// left out.
     pub fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
-        let Self { optimizer, inject } = self;
+        let Self { optimizer, parameters, clip_norm, scaler, skipped, inject } = self;
         timed(recorder, inject.as_ref(), Phase::Update, || {
-            optimizer.step()?;
+            if scaler.as_mut().is_none_or(Scaler::end_step) {
+                if let Some(max_norm) = *clip_norm {
+                    precision::clip_norm(parameters, max_norm)?;
+                }
+                optimizer.step()?;
+            } else {
+                *skipped += 1;
+            }
             optimizer.zero_grad()
         })
+    }
+
+    /// Steps that were left out so far.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped
     }
 }

@@ -457,7 +457,10 @@ mod tests {
         for rank in 0..2 {
             let of_rank: Vec<_> =
                 heard.iter().filter(|(from, _)| *from == rank).map(|(_, m)| m.clone()).collect();
-            assert_eq!(of_rank, [Message::Ready, Message::Weights { digest: "d".into() }, Message::Done]);
+            assert_eq!(
+                of_rank,
+                [Message::Ready, Message::Weights { digest: "d".into(), skipped_steps: 0 }, Message::Done]
+            );
         }
     }
 

@@ -110,6 +110,9 @@ pub enum Message {
     Weights {
         /// Equal exactly when the weights are bit-equal.
         digest: String,
+        /// Updates that were left out because float16 could not hold their gradients.
+        #[serde(default)]
+        skipped_steps: u64,
     },
     /// It cannot go on.
     Failed {

@@ -183,6 +183,9 @@ pub struct Round {
     pub cards: Vec<CardRound>,
     /// Hash of each rank's weights after the last step; equal for all ranks of `ddp`.
     pub weights_digests: Vec<String>,
+    /// Updates that were left out because float16 could not hold their gradients, warm-up included.
+    #[serde(default)]
+    pub skipped_steps: u64,
     /// From the start of the processes until all ranks were ready to train: libtorch, data, model,
     /// connections, and the weights that rank 0 gives to all.
     #[serde(default)]

@@ -25,6 +25,8 @@ pub struct RankLog {
     pub totals: Vec<CardTotals>,
     /// Hash of its weights after the last step.
     pub weights_digest: Option<String>,
+    /// Updates that it left out because float16 could not hold their gradients.
+    pub skipped_steps: u64,
     /// From the start of its process until it was ready to train.
     pub ready_after: Option<Nanos>,
 }
@@ -63,6 +65,7 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         overlap: communication.and_then(Communication::overlap),
         cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps, timed)).collect(),
         weights_digests: logs.iter().filter_map(|log| log.weights_digest.clone()).collect(),
+        skipped_steps: logs.iter().map(|log| log.skipped_steps).max().unwrap_or(0),
         start_ms: logs.iter().filter_map(|log| log.ready_after).max().map(Nanos::as_ms),
     })
 }
@@ -90,6 +93,7 @@ pub fn failed(error: &Error) -> Round {
         overlap: None,
         cards: Vec::new(),
         weights_digests: Vec::new(),
+        skipped_steps: 0,
         start_ms: None,
     }
 }
@@ -314,6 +318,7 @@ mod tests {
     fn ddp() -> Vec<RankLog> {
         let rank = |card: usize, shift: u64, losses: [f64; 3], samples: [u64; 3], wait: u64| RankLog {
             cards: vec![card],
+            skipped_steps: 0,
             ready_after: Some(Nanos((300 + shift) * MS)),
             steps: vec![
                 step(

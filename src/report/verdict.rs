@@ -238,7 +238,17 @@ fn precision(results: &Results) -> Vec<String> {
             )
         })
     });
-    few.into_iter().chain(failed).collect()
+    let skipped = text::engines_in_order(results).into_iter().filter_map(|name| {
+        let most = results.engines[name].rounds.iter().map(|round| round.skipped_steps).max()?;
+        (most > 0).then(|| {
+            format!(
+                "{} left out up to {} a round: float16 could not hold their gradients, and the loss scale came down.",
+                text::engine(name),
+                count(most as usize, "update")
+            )
+        })
+    });
+    few.into_iter().chain(failed).chain(skipped).collect()
 }
 
 fn virtual_cards(results: &Results) -> Option<String> {

@@ -8,6 +8,7 @@
 pub mod grad;
 pub mod memory;
 pub mod optim;
+pub mod precision;
 pub mod random;
 mod shim;
 pub mod store;

@@ -19,12 +19,17 @@
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/Version.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/GradMode.h>
@@ -412,6 +417,71 @@ char* dvd_store_get(SharedStore* store, const char* key, uint8_t** value, size_t
 
 char* dvd_store_add(SharedStore* store, const char* key, int64_t amount, int64_t* sum) {
   return guarded([&] { *sum = store->store->add(key, amount); });
+}
+
+// ---- number formats ----
+
+struct SavedAutocast {
+  bool cuda;
+  bool enabled;
+  bool cache;
+  int8_t kind;
+};
+
+// What torch.autocast does on entry, for the calling thread.
+char* dvd_autocast_enter(bool cuda, bool half, SavedAutocast* saved) {
+  return guarded([&] {
+    const auto device = cuda ? at::kCUDA : at::kCPU;
+    *saved = {cuda, at::autocast::is_autocast_enabled(device), at::autocast::is_autocast_cache_enabled(),
+              static_cast<int8_t>(at::autocast::get_autocast_dtype(device))};
+    at::autocast::set_autocast_dtype(device, half ? at::kHalf : at::kBFloat16);
+    at::autocast::set_autocast_enabled(device, true);
+    at::autocast::set_autocast_cache_enabled(true);
+    at::autocast::increment_nesting();
+  });
+}
+
+void dvd_autocast_exit(SavedAutocast saved) {
+  // Nothing to report to: setting thread-local flags does not fail.
+  std::free(guarded([&] {
+    const auto device = saved.cuda ? at::kCUDA : at::kCPU;
+    if (at::autocast::decrement_nesting() == 0) {
+      at::autocast::clear_cache();
+    }
+    at::autocast::set_autocast_enabled(device, saved.enabled);
+    at::autocast::set_autocast_dtype(device, static_cast<at::ScalarType>(saved.kind));
+    at::autocast::set_autocast_cache_enabled(saved.cache);
+  }));
+}
+
+// Multiplies gradients in place; all must be on one device.
+char* dvd_unscale(at::Tensor* const* gradients, size_t count, double factor, bool* finite) {
+  return guarded([&] {
+    const c10::AutoGradMode no_grad(false);
+    *finite = true;
+    if (count == 0) {
+      return;
+    }
+    const auto tensors = list(gradients, count);
+    const auto options = tensors[0].options().dtype(at::kFloat);
+    auto found = at::zeros({}, options);
+    at::_amp_foreach_non_finite_check_and_unscale_(tensors, found, at::full({}, factor, options));
+    *finite = found.item<float>() == 0.0f;
+  });
+}
+
+void dvd_set_tf32(bool allow) {
+  std::free(guarded([&] {
+    at::globalContext().setAllowTF32CuBLAS(allow);
+    at::globalContext().setAllowTF32CuDNN(allow);
+  }));
+}
+
+void dvd_tf32(bool* allowed) {
+  std::free(guarded([&] {
+    allowed[0] = at::globalContext().allowTF32CuBLAS();
+    allowed[1] = at::globalContext().allowTF32CuDNN();
+  }));
 }
 
 // ---- the library itself ----

@@ -39,6 +39,16 @@ pub(super) struct Counters {
 type Text = *mut c_char;
 type Tensors = *const *const RawTensor;
 
+/// Autocast of a thread as it was before.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct SavedAutocast {
+    cuda: bool,
+    enabled: bool,
+    cache: bool,
+    kind: i8,
+}
+
 unsafe extern "C" {
     pub(super) fn dvd_hook_add(
         param: *const RawTensor,
@@ -59,6 +69,12 @@ unsafe extern "C" {
         count: usize,
         hook_error: *mut *mut c_void,
     ) -> Text;
+    pub(super) fn dvd_autocast_enter(cuda: bool, half: bool, saved: *mut SavedAutocast) -> Text;
+    pub(super) fn dvd_autocast_exit(saved: SavedAutocast);
+    pub(super) fn dvd_unscale(gradients: Tensors, count: usize, factor: f64, finite: *mut bool) -> Text;
+    pub(super) fn dvd_set_tf32(allow: bool);
+    pub(super) fn dvd_tf32(allowed: *mut bool);
+
     pub(super) fn dvd_grad(param: *const RawTensor, out: *mut *mut RawTensor) -> Text;
     pub(super) fn dvd_set_grad(param: *const RawTensor, gradient: *const RawTensor) -> Text;
 

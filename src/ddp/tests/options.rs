@@ -282,3 +282,46 @@ fn without_init_sync_ranks_that_start_apart_stay_apart() {
     assert_eq!(synced[0], synced[1]);
     assert_ne!(apart[0], apart[1]);
 }
+
+/// An overflow on one rank reaches all of them with the average: all leave the step out.
+#[test]
+fn a_step_that_overflows_on_one_rank_is_left_out_on_all() {
+    use crate::torch::precision::Scaler;
+    let decisions = ranks(2, |rank, collective| {
+        let mut ddp = DistributedDataParallel::new(mlp(0), collective, Options::default()).unwrap();
+        let mut scaler = Scaler::default();
+        (0..3)
+            .map(|step| {
+                let loss = mlp_loss(&mut ddp, &rows(rank, step)) * scaler.scale();
+                let broken = step == 1 && rank == 1;
+                let loss = if broken { loss * f64::INFINITY } else { loss };
+                ddp.backward(&loss).unwrap();
+                scaler.unscale(&ddp.parameters()).unwrap();
+                forget(&ddp);
+                (scaler.end_step(), scaler.scale())
+            })
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(decisions[0], [(true, 65536.0), (false, 32768.0), (true, 32768.0)]);
+    assert_eq!(decisions[0], decisions[1]);
+}
+
+/// Case 035: gradients are equal on all ranks after backward, so their norm is that of each.
+#[test]
+fn the_norm_that_clips_is_the_average_s_on_every_rank() {
+    for world_size in [1, 2, 4] {
+        let norms = ranks(world_size, |_, collective| {
+            let toy = Toy::default().with("w", Tensor::zeros([2], (Kind::Float, Device::Cpu)));
+            let mut ddp = DistributedDataParallel::new(toy, collective, Options::default()).unwrap();
+            let direction = Tensor::from_slice(&[0.48f32, 0.64]);
+            let loss = ddp.forward(|toy| Ok((toy.get("w") * &direction).sum(Kind::Float))).unwrap();
+            ddp.backward(&loss).unwrap();
+            let norm = crate::torch::precision::clip_norm(&ddp.parameters(), 1.0).unwrap();
+            (norm, gradients(&ddp))
+        });
+        for (norm, gradient) in norms {
+            assert!((norm - 0.8).abs() < 1e-6, "{norm} on {world_size} ranks");
+            assert_close(&gradient, &[0.48, 0.64], 1e-7);
+        }
+    }
+}

@@ -169,6 +169,7 @@ mod tests {
             overlap: None,
             cards: vec![],
             weights_digests: vec![],
+            skipped_steps: 0,
             start_ms: None,
         }
     }
