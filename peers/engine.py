@@ -53,7 +53,8 @@ def run(job, send):
         # PyTorch gives rank 0's buffers to all before the next forward; ours have them after each step.
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
-    send("weights", digest=digest(model))
+    # Ranks whose buffers are not broadcast keep their own: only their weights have to agree.
+    send("weights", digest=digest(model, buffers=plan["ddp"]["broadcast_buffers"]))
     if job["rank"] == 0 and job["save_final"]:
         save(model.state_dict(), job["save_final"])
     if dist.is_initialized():
@@ -195,6 +196,24 @@ class Trainer:
             gradient.copy_(average)
 
 
+class Ddp(DistributedDataParallel):
+    """Heeds the size of the first bucket beside any cap: PyTorch does so only beside the cap it has by default."""
+
+    bucket_bytes_cap_default = property(lambda self: True, lambda self, value: None)
+
+
+def powersgd(state, bucket):
+    """PyTorch's hook, one bucket after another over gloo.
+
+    It starts its second and third all-reduce from callbacks, which ranks run in different orders where several
+    buckets are under way: gloo then mixes them up, and aborts or hangs.
+    """
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    if dist.get_backend() == "gloo":
+        future.wait()
+    return future
+
+
 def wrap(job, model, device):
     engine, options = job["engine"], job["plan"]["ddp"]
     if engine == "torch_single":
@@ -216,7 +235,7 @@ def wrap(job, model, device):
             )
     # PyTorch has no argument for the first bucket; its reducer reads this.
     dist._DEFAULT_FIRST_BUCKET_BYTES = max(1, int(options["first_bucket_mb"] * (1 << 20)))
-    wrapped = DistributedDataParallel(
+    wrapped = Ddp(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         bucket_cap_mb=options["bucket_cap_mb"],
@@ -235,7 +254,7 @@ def wrap(job, model, device):
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=hook["rank"], start_powerSGD_iter=hook["start_step"]
         )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        wrapped.register_comm_hook(state, powersgd)
     return wrapped
 
 
@@ -303,10 +322,13 @@ def save(tensors, path):
     os.replace(unfinished, path)
 
 
-def digest(model):
+def digest(model, buffers=True):
     """State::digest of src/model/state.rs: equal weights give equal digests, in either language."""
     seen, digest = set(), hashlib.sha256()
+    own = set() if buffers else {name for name, _ in model.named_buffers()}
     for name, tensor in model.state_dict().items():
+        if name in own:
+            continue
         if tensor.data_ptr() in seen and tensor.numel() > 0:
             continue  # a tied tensor's second name
         seen.add(tensor.data_ptr())

@@ -174,10 +174,12 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
         Mode::Compare => measure(job, &meter, engine.as_mut(), &mut loader, reporter)?,
         Mode::Train { epochs } => train_and_test(job, epochs, engine.as_mut(), &mut loader, &test, reporter)?,
     }
-    reporter.send(&Message::Weights {
-        digest: engine.state().digest()?,
-        skipped_steps: engine.skipped_steps(),
-    })?;
+    // Ranks whose buffers are not broadcast keep their own: only their weights have to agree.
+    let digest = match job.plan.ddp.broadcast_buffers {
+        true => engine.state().digest()?,
+        false => engine.state().digest_without_buffers()?,
+    };
+    reporter.send(&Message::Weights { digest, skipped_steps: engine.skipped_steps() })?;
     if let Some(path) = job.save_final.as_ref().filter(|_| first_rank) {
         engine.state().save(path)?;
     }

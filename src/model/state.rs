@@ -221,13 +221,12 @@ impl State {
     /// SHA-256 over names, shapes, dtypes and bytes, in hexadecimal: equal exactly when the weights are
     /// bit-equal.
     pub fn digest(&self) -> Result<String> {
-        let mut hash = Sha256::new();
-        for entry in &self.entries {
-            let header = format!("{}\0{:?}\0{:?}\0", entry.name, entry.tensor.f_kind()?, entry.tensor.size());
-            hash.update(header);
-            hash.update(bytes_of(&entry.tensor)?);
-        }
-        Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+        digest(self.entries.iter())
+    }
+
+    /// The same without buffers, for ranks that keep their own.
+    pub fn digest_without_buffers(&self) -> Result<String> {
+        digest(self.entries.iter().filter(|entry| !entry.buffer))
     }
 
     /// All names that a file of this state holds.
@@ -235,6 +234,16 @@ impl State {
         let aliases = self.aliases.iter().map(|(alias, _)| alias.as_str());
         self.entries.iter().map(|entry| entry.name.as_str()).chain(aliases)
     }
+}
+
+fn digest<'a>(entries: impl Iterator<Item = &'a Entry>) -> Result<String> {
+    let mut hash = Sha256::new();
+    for entry in entries {
+        let header = format!("{}\0{:?}\0{:?}\0", entry.name, entry.tensor.f_kind()?, entry.tensor.size());
+        hash.update(header);
+        hash.update(bytes_of(&entry.tensor)?);
+    }
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 fn mismatch(what: String) -> Error {
@@ -456,6 +465,18 @@ mod tests {
         assert_ne!(base, digest("a", tensor(&[-0.0, 1.0])), "equal in value, not in bits");
         assert_ne!(base, digest("b", tensor(&[0.0, 1.0])));
         assert_ne!(base, digest("a", tensor(&[0.0, 1.0]).reshape([2, 1])));
+    }
+
+    #[test]
+    fn a_digest_without_buffers_sees_parameters_alone() {
+        let digest = |a, b, n: i64| {
+            let state = sample([a, 2.0], b);
+            let _ = state.get("n").unwrap().shallow_clone().fill_(n);
+            state.digest_without_buffers().unwrap()
+        };
+        assert_eq!(digest(1.0, 3.0, 7), digest(1.0, 3.0, 8));
+        assert_ne!(digest(1.0, 3.0, 7), digest(9.0, 3.0, 7));
+        assert_ne!(digest(1.0, 3.0, 7), digest(1.0, 9.0, 7), "a frozen parameter is no buffer");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::support::*;
 
 /// What fp32 rounding in another order of summation explains.
-const ROUNDING: f64 = 1e-5;
+pub(crate) const ROUNDING: f64 = 1e-5;
 
 /// One model on one, two and four ranks. `calm`: rounding does not grow, so 20 steps stay together on any
 /// number of ranks; under BatchNorm and attention that holds for up to two, which sum in one order only.

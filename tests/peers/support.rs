@@ -75,11 +75,17 @@ impl Run {
     }
 
     pub(crate) fn gradients(&self, row: &str) -> Tensors {
-        tensors(&self.path(&format!("weights/{row}.gradients.safetensors")))
+        self.tensors(&format!("{row}.gradients"))
     }
 
     pub(crate) fn weights(&self, row: &str) -> Tensors {
-        tensors(&self.path(&format!("weights/{row}.safetensors")))
+        self.tensors(row)
+    }
+
+    /// `ddp[a=1 b=2]` lies in `ddp+a=1+b=2`.
+    fn tensors(&self, name: &str) -> Tensors {
+        let name = name.replace(['[', ' '], "+").replace(']', "");
+        tensors(&self.path(&format!("weights/{name}.safetensors")))
     }
 }
 
