@@ -54,7 +54,8 @@ def run(job, send):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
     # Ranks whose buffers are not broadcast keep their own: only their weights have to agree.
-    send("weights", digest=digest(model, buffers=plan["ddp"]["broadcast_buffers"]))
+    own_digest = digest(model, buffers=plan["ddp"]["broadcast_buffers"])
+    send("weights", digest=own_digest, skipped_steps=trainer.skipped_steps)
     if job["rank"] == 0 and job["save_final"]:
         save(model.state_dict(), job["save_final"])
     if dist.is_initialized():
@@ -131,6 +132,7 @@ class Trainer:
         self.save_gradients = job["save_gradients"] if job["rank"] == 0 else None
         self.world_size = job["world_size"]
         self.wrapped = wrap(job, model, device)
+        self.skipped_steps = 0
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         options = plan["optimizer"]
         if options["name"] == "adam":
@@ -157,8 +159,11 @@ class Trainer:
         with clock.phase("update"):
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+            # It shrinks after a step that it left out, and only then.
+            self.skipped_steps += self.scaler.get_scale() < scale
         return value
 
     def backward(self, x, y, clock):

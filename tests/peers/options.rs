@@ -101,6 +101,9 @@ fn ddp_s_options_answer_as_pytorch_s() {
             ("ddp.static_graph=true", ROUNDING),
             ("ddp.init_sync=false", ROUNDING),
             ("ddp.accumulate=3", ROUNDING),
+            ("optimizer.clip_norm=0.1", ROUNDING),
+            ("run.precision=bf16 optimizer.clip_norm=0.1 ddp.accumulate=2", ROUNDING),
+            ("run.precision=fp16", ROUNDING),
             ("ddp.comm_hook=bf16", ROUNDED),
             ("ddp.comm_hook=fp16", ROUNDED),
             (LOW_RANK, ROUNDING),
@@ -108,8 +111,8 @@ fn ddp_s_options_answer_as_pytorch_s() {
         ],
     );
     let Some(run) = run else { return };
-    // What a hook does is seen: the answers are not simply those without it.
-    for option in ["ddp.comm_hook=bf16", LOW_RANK] {
+    // What an option does is seen: the answers are not simply those without it.
+    for option in ["ddp.comm_hook=bf16", LOW_RANK, "optimizer.clip_norm=0.1", "run.precision=fp16"] {
         assert!(apart(&run.losses("ddp"), &run.losses(&tried("ddp", option))) > ROUNDING, "{option}");
     }
 }
