@@ -243,7 +243,7 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
                 ..ddp::Options::from(&plan.ddp)
             };
             let engine = DdpEngine::new(build()?, collective, options, recipe)?;
-            Box::new(engine.accumulating(plan.ddp.accumulate))
+            Box::new(engine.following(&plan.ddp))
         }
         EngineKind::TorchSingle | EngineKind::TorchDp | EngineKind::TorchDdp => {
             return Err(Error::new(Kind::Worker, format!("{} is not run by this program", job.engine)));

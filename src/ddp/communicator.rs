@@ -16,12 +16,15 @@ use crate::error::Kind;
 use crate::metrics::phase::{Phase, Recorder, Span};
 use crate::units::Nanos;
 use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
+use tch::Tensor;
 
 /// What the communication thread works with.
 pub(super) struct Desk {
@@ -34,7 +37,9 @@ pub(super) struct Desk {
     pub(super) hook: Box<dyn CommHook>,
     /// Where the module's buffers are gathered for their broadcast.
     pub(super) staging: Vec<Buffer>,
-    /// Bytes of gradients given to the other ranks.
+    /// Where numbers are summed, by how many they are.
+    sums: BTreeMap<usize, Buffer>,
+    /// Bytes of gradients and of statistics given to the other ranks.
     sent: u64,
     recorder: Recorder,
 }
@@ -48,7 +53,16 @@ impl Desk {
         staging: Vec<Buffer>,
         card: usize,
     ) -> Self {
-        Self { collective, buckets, shapes, hook, staging, sent: 0, recorder: Recorder::new(card) }
+        Self {
+            collective,
+            buckets,
+            shapes,
+            hook,
+            staging,
+            sums: BTreeMap::new(),
+            sent: 0,
+            recorder: Recorder::new(card),
+        }
     }
 
     /// Averages a bucket over ranks.
@@ -61,13 +75,26 @@ impl Desk {
         Ok(())
     }
 
+    /// Sums numbers over ranks. Their memory stays, for the next time as many come.
+    fn sum(&mut self, values: &[f64]) -> Result<Vec<f64>> {
+        let Self { collective, sums, sent, .. } = self;
+        if let Entry::Vacant(vacant) = sums.entry(values.len()) {
+            vacant.insert(collective.allocate(values.len(), tch::Kind::Double)?);
+        }
+        let buffer = &sums[&values.len()];
+        buffer.tensor.shallow_clone().f_copy_(&Tensor::f_from_slice(values)?)?;
+        collective.all_reduce(buffer)?;
+        *sent += if collective.world_size() > 1 { size_of_val(values) as u64 } else { 0 };
+        Ok(Vec::try_from(&buffer.tensor)?)
+    }
+
     /// Does some communication and records it as `phase` of `step`.
-    pub(super) fn timed(
+    pub(super) fn timed<T>(
         &mut self,
         phase: Phase,
         step: u64,
-        work: impl FnOnce(&mut Self) -> Result<()>,
-    ) -> Result<()> {
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
         let start = Nanos::now();
         let result = work(self);
         self.recorder.set_step(step);
@@ -93,6 +120,8 @@ struct Progress {
 /// The compute thread's end.
 pub(super) struct Communicator {
     jobs: Option<mpsc::Sender<Job>>,
+    /// The step that is being worked on.
+    step: AtomicU64,
     /// Jobs posted.
     posted: AtomicU32,
     progress: Arc<Progress>,
@@ -120,6 +149,7 @@ impl Communicator {
             })?;
         Ok(Self {
             jobs: Some(jobs),
+            step: AtomicU64::new(0),
             posted: AtomicU32::new(0),
             progress,
             thread: Some(thread),
@@ -180,7 +210,19 @@ impl Communicator {
         self.abort.raise(reason);
     }
 
-    /// Bytes of gradients that this rank gave to the others so far.
+    /// Sums numbers over ranks, element by element: every rank calls it at the same place, with as many.
+    pub(super) fn sum(&self, values: Vec<f64>) -> Result<Vec<f64>> {
+        let step = self.step.load(Relaxed);
+        self.call(move |desk| desk.timed(Phase::AllReduce, step, |desk| desk.sum(&values)))
+    }
+
+    /// A new step begins. Spans that nobody asked for are let go: they must not pile up for ever.
+    pub(super) fn begin(&self, step: u64) {
+        self.step.store(step, Relaxed);
+        lock(&self.progress.spans).retain(|span| span.step >= step);
+    }
+
+    /// Bytes of gradients and of statistics that this rank gave to the others so far.
     pub(super) fn sent(&self) -> u64 {
         self.progress.sent.load(Relaxed)
     }

@@ -186,7 +186,7 @@ impl Core {
         if !self.accumulated {
             self.used.fill(false);
         }
-        let by_samples = matches!(share, Share::Samples { .. });
+        let by_samples = share != Share::Equal;
         for slot in &mut self.slots {
             let gradient = grad::grad(&slot.parameter);
             slot.was_undefined = gradient.is_none();

@@ -1,13 +1,14 @@
 //! The `ddp` engine: the wrapper as the run loop drives it.
 
 use super::{DistributedDataParallel, Options, Share};
-use crate::Result;
 use crate::comm::Collective;
+use crate::config::DdpPlan;
 use crate::data::Batch;
 use crate::engine::{Engine, Recipe, StepOutcome, Updater, timed};
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
-use tch::Tensor;
+use crate::{Error, Result};
+use tch::{Kind, Tensor};
 
 /// One rank: its own replica and optimiser, on the card of the calling thread.
 pub struct DdpEngine {
@@ -15,6 +16,7 @@ pub struct DdpEngine {
     recipe: Recipe,
     updater: Updater,
     accumulate: usize,
+    sync_batch_norm: bool,
     card: usize,
 }
 
@@ -30,12 +32,17 @@ impl DdpEngine {
         let card = options.card;
         let ddp = DistributedDataParallel::new(model, collective, options)?;
         let updater = Updater::new(recipe, ddp.parameters());
-        Ok(Self { ddp, recipe, updater, accumulate: 1, card })
+        Ok(Self { ddp, recipe, updater, accumulate: 1, sync_batch_norm: false, card })
     }
 
-    /// Cuts every batch into this many micro-batches, of which only the last one communicates.
-    pub fn accumulating(mut self, micro_batches: usize) -> Self {
-        self.accumulate = micro_batches.max(1);
+    /// Follows those options of the plan that are not the wrapper's: `accumulate` cuts every batch into so
+    /// many micro-batches, of which only the last one communicates.
+    pub fn following(mut self, plan: &DdpPlan) -> Self {
+        self.accumulate = plan.accumulate.max(1);
+        self.sync_batch_norm = plan.sync_batch_norm;
+        if self.sync_batch_norm {
+            self.ddp.convert_sync_batch_norm();
+        }
         self
     }
 
@@ -45,50 +52,65 @@ impl DdpEngine {
     }
 }
 
-/// Input and target of each micro-batch, as `tensor.chunk` cuts them; none of an empty batch.
+/// Input and target of each micro-batch, as `tensor.chunk` cuts them.
 fn micro_batches(batch: &Batch, count: usize) -> Result<Vec<(Tensor, Tensor)>> {
-    if batch.samples == 0 {
-        return Ok(Vec::new());
-    }
     let cut = |tensor: &Tensor| tensor.f_chunk(count as i64, 0);
     Ok(cut(&batch.input)?.into_iter().zip(cut(&batch.target)?).collect())
 }
 
+/// The mean loss over `target`'s rows times `weight`; without rows a zero that reaches all weights.
+fn weighted_loss(output: &Tensor, target: &Tensor, weight: f64) -> Result<Tensor> {
+    if target.size()[0] == 0 {
+        return Ok(output.f_sum(Kind::Float)?);
+    }
+    let loss = model::loss(output, target)?;
+    // Exact ones are left out, so that nothing is spent where there is nothing to weigh.
+    Ok(if weight == 1.0 { loss } else { loss.f_mul_scalar(weight)? })
+}
+
 impl Engine for DdpEngine {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
-        let Self { ddp, recipe, updater, accumulate, .. } = self;
+        let Self { ddp, recipe, updater, accumulate, sync_batch_norm, .. } = self;
         let inject = recipe.inject.as_ref();
+        let sent = ddp.bytes_sent();
+        let (mine, global) = (batch.samples, batch.global_samples);
+        let mut parts = if mine > 0 { micro_batches(&batch, *accumulate)? } else { Vec::new() };
         // By samples: equal shares come out as 1/world_size, and uneven ranks as one process on all of them.
-        let share = Share::Samples { mine: batch.samples, global: batch.global_samples };
+        let share = if *sync_batch_norm {
+            // Statistics are shared: all ranks come to every forward.
+            let none = || Ok::<_, Error>((batch.input.f_narrow(0, 0, 0)?, batch.target.f_narrow(0, 0, 0)?));
+            while parts.len() < *accumulate {
+                parts.push(none()?);
+            }
+            Share::Weighted
+        } else {
+            Share::Samples { mine, global }
+        };
+        let whole = if *sync_batch_norm { global } else { mine };
         let mut value = 0.0;
         let mut last = None;
-        for (input, target) in micro_batches(&batch, *accumulate)? {
+        for (input, target) in parts {
             if let Some(loss) = last.take() {
                 timed(recorder, inject, Phase::Backward, || ddp.backward_no_sync(&loss))?;
             }
             let loss = recipe.autocast(|| {
                 let forward = || ddp.forward(|model| model.forward(&input, true));
                 let output = timed(recorder, inject, Phase::Forward, forward)?;
-                recorder.time(Phase::Loss, || -> Result<_> {
-                    let mut loss = model::loss(&output, &target)?;
-                    if *accumulate > 1 {
-                        // So that the sum over micro-batches is the mean over this rank's samples.
-                        let part = target.size()[0] as f64 / batch.samples as f64;
-                        loss = loss.f_mul_scalar(part)?;
-                    }
+                recorder.time(Phase::Loss, || {
+                    let loss = weighted_loss(&output, &target, target.size()[0] as f64 / whole as f64)?;
                     value += loss.f_double_value(&[])?;
                     Ok(loss)
                 })
             })?;
             last = Some(updater.scaled(loss)?);
         }
-        let sent = ddp.bytes_sent();
         timed(recorder, inject, Phase::Backward, || ddp.begin_backward(last.as_ref(), share))?;
         recorder.time(Phase::Wait, || ddp.finish_backward())?;
         updater.unscale()?;
         Ok(StepOutcome {
-            loss: value,
-            samples: batch.samples,
+            // Weighted over this rank's samples.
+            loss: value * (whole as f64 / mine.max(1) as f64),
+            samples: mine,
             sent_bytes: Some(ddp.bytes_sent() - sent),
             spans: ddp.take_spans(),
         })

@@ -14,6 +14,7 @@ pub mod hooks;
 mod module;
 mod options;
 pub mod reducer;
+mod sync;
 mod wrapper;
 
 pub use engine::DdpEngine;

@@ -90,6 +90,8 @@ pub enum Share {
         /// Samples of all ranks.
         global: usize,
     },
+    /// Not at all: losses are weighted already, so that their sum over ranks is what is minimised.
+    Weighted,
 }
 
 impl Share {
@@ -97,6 +99,7 @@ impl Share {
     pub(super) fn scale(self, world_size: usize) -> Result<f64> {
         match self {
             Self::Equal => Ok(1.0 / world_size as f64),
+            Self::Weighted => Ok(1.0),
             Self::Samples { mine, global } if global > 0 && mine <= global => Ok(mine as f64 / global as f64),
             Self::Samples { mine, global } => {
                 Err(Error::usage(format!("a share of {mine} of {global} samples makes no sense"))

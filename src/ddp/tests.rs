@@ -11,6 +11,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 
+mod norm;
 mod options;
 
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -48,11 +48,11 @@ use tch::Tensor;
 /// * buckets are planned in reverse order from the first step on, and once more, as in PyTorch, in the
 ///   order in which rank 0's gradients arrived in that step.
 pub struct DistributedDataParallel<M: Module> {
-    module: M,
+    pub(super) module: M,
     /// Dropped before `core`, which their closures use.
     hooks: Vec<Hook>,
-    core: Arc<Mutex<Core>>,
-    communicator: Arc<Communicator>,
+    pub(super) core: Arc<Mutex<Core>>,
+    pub(super) communicator: Arc<Communicator>,
     options: Options,
     rank: usize,
     world_size: usize,
@@ -172,6 +172,11 @@ impl<M: Module> DistributedDataParallel<M> {
         &self.module
     }
 
+    /// What it was wrapped with.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
     /// This process's rank.
     pub fn rank(&self) -> usize {
         self.rank
@@ -200,6 +205,7 @@ impl<M: Module> DistributedDataParallel<M> {
 
     /// A training forward. May be called several times before one backward.
     pub fn forward<T>(&mut self, run: impl FnOnce(&M) -> Result<T>) -> Result<T> {
+        self.communicator.begin(self.steps);
         let result = self.rebuild_if_due().and_then(|()| run(&self.module));
         result.map_err(|error| self.stop(error))
     }
@@ -272,8 +278,7 @@ impl<M: Module> DistributedDataParallel<M> {
         // The second step rebuilds, in forward. A caller who skips forward gets it here.
         self.rebuild_if_due()?;
         let scale = share.scale(self.world_size)?;
-        // A user who never asks for spans must not collect them for ever.
-        drop(self.communicator.take_spans());
+        self.communicator.begin(self.steps);
         self.send_buffers()?;
         lock(&self.core).prepare(scale, share, self.steps, self.options.gradient_as_bucket_view)?;
         let mut unready = Vec::new();

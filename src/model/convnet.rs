@@ -3,8 +3,9 @@
 //! that the two differ in nothing else.
 
 use super::layers::{BatchNorm, Builder, Conv, ConvShape, Linear};
-use super::{Model, State};
+use super::{Model, State, SumOverRanks};
 use crate::Result;
+use std::sync::Arc;
 use tch::{Device, Tensor};
 
 const WIDTHS: [(i64, i64); 3] = [(32, 1), (64, 2), (128, 2)];
@@ -52,5 +53,9 @@ impl Model for Convnet {
 
     fn state(&self) -> &State {
         &self.state
+    }
+
+    fn sync_batch_norm(&mut self, group: &Arc<dyn SumOverRanks>) {
+        self.stages.iter_mut().filter_map(|(_, norm)| norm.as_mut()).for_each(|norm| norm.sync(group));
     }
 }

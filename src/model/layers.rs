@@ -5,9 +5,11 @@
 
 use super::State;
 use super::init::{self, Draw};
+use super::sync_norm::{Norm, SumOverRanks, sync_batch_norm};
 use crate::Result;
 use crate::error::{Error, Kind};
 use crate::torch::no_grad;
+use std::sync::Arc;
 use tch::{Device, Tensor};
 
 /// Builds state in PyTorch's order of registration, under names that grow with [`Builder::inside`].
@@ -104,6 +106,7 @@ impl Builder {
                 running_mean: b.buffer("running_mean", &init::zeros(&[channels])?)?,
                 running_var: b.buffer("running_var", &init::ones(&[channels])?)?,
                 batches: b.buffer("num_batches_tracked", &init::counter()?)?,
+                group: None,
             })
         })
     }
@@ -180,20 +183,38 @@ impl Conv {
 }
 
 /// Batch normalisation over `[batch, channels, ...]`, eps 1e-5, momentum 0.1.
-#[derive(Debug)]
 pub(super) struct BatchNorm {
     weight: Tensor,
     bias: Tensor,
     running_mean: Tensor,
     running_var: Tensor,
     batches: Tensor,
+    /// Whose samples are normalised together with this rank's, if anybody's.
+    group: Option<Arc<dyn SumOverRanks>>,
 }
 
 impl BatchNorm {
+    /// From now on training normalises by the samples of all ranks.
+    pub(super) fn sync(&mut self, group: &Arc<dyn SumOverRanks>) {
+        self.group = Some(Arc::clone(group));
+    }
+
     /// Training normalises by the batch and moves the running statistics in place.
     pub(super) fn forward(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         const MOMENTUM: f64 = 0.1;
         const EPSILON: f64 = 1e-5;
+        if train && let Some(group) = &self.group {
+            let _ = no_grad(|| self.batches.shallow_clone().f_add_scalar_(1))?;
+            let norm = Norm {
+                weight: &self.weight,
+                bias: &self.bias,
+                running_mean: &self.running_mean,
+                running_var: &self.running_var,
+                momentum: MOMENTUM,
+                epsilon: EPSILON,
+            };
+            return sync_batch_norm(x, norm, group);
+        }
         if train {
             let values = x.numel() as i64 / self.weight.size1()?.max(1);
             if values == 1 {

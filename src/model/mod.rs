@@ -10,11 +10,14 @@ mod layers;
 mod mlp;
 mod resnet;
 mod state;
+mod sync_norm;
 
 pub use state::{Entry, State};
+pub use sync_norm::{Norm, SumOverRanks, sync_batch_norm};
 
 use crate::Result;
 use crate::config::ModelPlan;
+use std::sync::Arc;
 use tch::{Device, Kind, Reduction, Tensor};
 
 /// A network with named state.
@@ -24,6 +27,12 @@ pub trait Model: Send {
 
     /// Parameters and buffers, in creation order.
     fn state(&self) -> &State;
+
+    /// Makes every BatchNorm normalise by the samples of all ranks in training. A model without any has
+    /// nothing to do.
+    fn sync_batch_norm(&mut self, group: &Arc<dyn SumOverRanks>) {
+        let _ = group;
+    }
 }
 
 /// Builds a model with PyTorch's default initialisation (gpt: GPT-2's), drawn from `seed` alone: the

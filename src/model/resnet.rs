@@ -3,8 +3,9 @@
 //! Convolutions start at PyTorch's default, not at torchvision's `kaiming_normal_(fan_out)`.
 
 use super::layers::{BatchNorm, Builder, Conv, ConvShape, Linear};
-use super::{Model, State};
+use super::{Model, State, SumOverRanks};
 use crate::Result;
+use std::sync::Arc;
 use tch::{Device, Tensor};
 
 const STEM: i64 = 64;
@@ -53,6 +54,11 @@ impl Model for Resnet18 {
     fn state(&self) -> &State {
         &self.state
     }
+
+    fn sync_batch_norm(&mut self, group: &Arc<dyn SumOverRanks>) {
+        self.bn1.sync(group);
+        self.blocks.iter_mut().for_each(|block| block.sync_batch_norm(group));
+    }
 }
 
 /// Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes.
@@ -94,5 +100,10 @@ impl Block {
             None => x.shallow_clone(),
         };
         Ok(y.f_add(&shortcut)?.f_relu()?)
+    }
+
+    fn sync_batch_norm(&mut self, group: &Arc<dyn SumOverRanks>) {
+        let shortcut = self.downsample.as_mut().map(|(_, norm)| norm);
+        [&mut self.bn1, &mut self.bn2].into_iter().chain(shortcut).for_each(|norm| norm.sync(group));
     }
 }

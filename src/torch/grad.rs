@@ -1,7 +1,7 @@
-//! Gradients: hooks that fire as each becomes ready, backward from given output gradients, and
-//! reading and setting `.grad`.
+//! Gradients: hooks that fire as each becomes ready, backward from given output gradients, functions with
+//! a backward of their own, and reading and setting `.grad`.
 
-use super::shim::{self, HookTable, RawHook};
+use super::shim::{self, FunctionTable, HookTable, RawHook, RawTensor};
 use crate::Result;
 use crate::error::{Error, Kind};
 use std::any::Any;
@@ -72,8 +72,17 @@ extern "C" fn call_hook(data: *mut c_void, text: *mut *mut c_char) -> *mut c_voi
         )),
     };
     let Err(error) = result else { return null_mut() };
+    // SAFETY: C++ passes a place for the text.
+    unsafe { give_away(error, text) }
+}
+
+/// Hands an error to C++, with its text.
+///
+/// # Safety
+/// `text` is a place for a pointer, which C++ frees.
+unsafe fn give_away(error: Error, text: *mut *mut c_char) -> *mut c_void {
     let message = CString::new(error.to_string().replace('\0', "?")).unwrap_or_default();
-    // SAFETY: `text` is the caller's, and strdup copies a valid C string; C++ frees the copy.
+    // SAFETY: the caller's promise, and strdup copies a valid C string.
     unsafe { *text = libc::strdup(message.as_ptr()) };
     Box::into_raw(Box::new(error)).cast()
 }
@@ -97,6 +106,67 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("no message");
     format!("a gradient hook panicked: {message}")
+}
+
+type Backward = Box<dyn FnMut(&Tensor) -> Result<Vec<Tensor>> + Send>;
+
+/// Makes `output`, which was computed outside any graph, a function of `inputs`: `backward` gives their
+/// gradients, one each, for that of the output. It runs once a backward and is dropped with the graph; its
+/// errors and panics arrive as those of hooks do. Without an input that needs a gradient nothing happens.
+pub fn function(
+    inputs: &[&Tensor],
+    output: &Tensor,
+    backward: impl FnMut(&Tensor) -> Result<Vec<Tensor>> + Send + 'static,
+) -> Result<()> {
+    if !inputs.iter().any(|input| input.requires_grad()) {
+        return Ok(());
+    }
+    let closure: Backward = Box::new(backward);
+    let data = Box::into_raw(Box::new(closure)).cast::<c_void>();
+    let table = FunctionTable { backward: call_backward, release: release_function, drop_error };
+    let raw_inputs = shim::raws(inputs.iter().copied());
+    // SAFETY: the tensors outlive the call; `data` is a box that the C++ node owns, and gives to
+    // `release_function` exactly once, also when this call fails.
+    unsafe {
+        shim::check(shim::dvd_function(raw_inputs.as_ptr(), raw_inputs.len(), shim::raw(output), data, table))
+    }
+}
+
+extern "C" fn call_backward(
+    data: *mut c_void,
+    gradient: *const RawTensor,
+    results: *mut *mut RawTensor,
+    count: usize,
+    text: *mut *mut c_char,
+) -> *mut c_void {
+    // SAFETY: `data` is the box that the node owns; autograd runs a node on one thread at a time.
+    let backward = unsafe { &mut *data.cast::<Backward>() };
+    // SAFETY: a handle of C++'s that lives through the call; the copy is ours.
+    let gradient = unsafe { Tensor::clone_from_ptr(gradient.cast_mut().cast()) };
+    let result = catch_unwind(AssertUnwindSafe(|| backward(&gradient)))
+        .unwrap_or_else(|panic| Err(Error::new(Kind::Torch, panic_text(panic.as_ref()))))
+        .and_then(|gradients| match gradients.len() {
+            len if len == count => Ok(gradients),
+            len => Err(Error::new(Kind::Torch, format!("{len} gradients for {count} inputs"))),
+        });
+    match result {
+        Ok(gradients) => {
+            for (place, gradient) in gradients.into_iter().enumerate() {
+                // SAFETY: there are `count` places; the handle is C++'s now, so it is not dropped here.
+                unsafe { *results.add(place) = gradient.as_ptr().cast_mut().cast() };
+                std::mem::forget(gradient);
+            }
+            null_mut()
+        }
+        // SAFETY: C++ passes a place for the text.
+        Err(error) => unsafe { give_away(error, text) },
+    }
+}
+
+extern "C" fn release_function(data: *mut c_void) {
+    // SAFETY: the box that `function` gave away, given back once.
+    let closure = unsafe { Box::from_raw(data.cast::<Backward>()) };
+    let _ = catch_unwind(AssertUnwindSafe(|| drop(closure)));
 }
 
 /// For each hook's parameter, whether the graph of `loss` reaches it. Runs nothing.
@@ -299,6 +369,45 @@ mod tests {
         let w = param(&[1.0, 2.0]);
         assert!(backward(&[&(&w * 2.0)], &[None]).unwrap_err().to_string().contains("scalar"));
         assert!(backward(&[&w], &[]).unwrap_err().to_string().contains("1 outputs but 0 gradients"));
+    }
+
+    #[test]
+    fn a_function_of_ones_own_has_the_gradient_that_it_says() {
+        let (w, constant) = (param(&[1.0, 2.0]), Tensor::from_slice(&[5.0f32, 5.0]));
+        let owned = Arc::new(());
+        let cube = |w: &Tensor| {
+            let x = w.detach();
+            let y = &x * &x * &x;
+            let kept = Arc::clone(&owned);
+            function(&[w, &constant], &y, move |gradient| {
+                let _ = &kept;
+                Ok(vec![gradient * &x * &x * 3.0, Tensor::new()])
+            })
+            .unwrap();
+            y
+        };
+        let loss = (cube(&w) * 2.0).sum(Dtype::Float);
+        backward(&[&loss], &[None]).unwrap();
+        assert_eq!(values(&grad(&w).unwrap()), [6.0, 24.0]);
+        let again = backward(&[&loss], &[None]).unwrap_err().to_string();
+        assert!(again.contains("freed"), "{again}");
+        drop(cube(&w));
+        assert_eq!(Arc::strong_count(&owned), 1, "closures go with their graphs");
+        assert!(!cube(&constant).requires_grad());
+    }
+
+    #[test]
+    fn an_error_in_a_function_of_ones_own_arrives_whole() {
+        let w = param(&[1.0]);
+        let fail = |backward: fn(&Tensor) -> Result<Vec<Tensor>>| {
+            let y = w.detach().copy();
+            function(&[&w], &y, backward).unwrap();
+            super::backward(&[&y.sum(Dtype::Float)], &[None]).unwrap_err()
+        };
+        let error = fail(|_| Err(Error::new(Kind::Worker, "rank 1: gone").hint("look at rank 1")));
+        assert_eq!((error.to_string().as_str(), error.advice()), ("rank 1: gone", Some("look at rank 1")));
+        assert!(fail(|_| panic!("no")).to_string().contains("panicked: no"));
+        assert_eq!(fail(|_| Ok(Vec::new())).to_string(), "0 gradients for 1 inputs");
     }
 
     #[test]

@@ -16,6 +16,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -125,6 +126,57 @@ class RustHook : public torch::autograd::FunctionPostHook {
  private:
   void* data_;
   HookTable table_;
+};
+
+// ---- gradients of one's own ----
+
+struct FunctionTable {
+  void* (*backward)(void* data, const at::Tensor* gradient, at::Tensor** results, size_t count, char** text);
+  void (*release)(void* data);
+  void (*drop_error)(void* error);
+};
+
+// A step of the graph whose gradient Rust works out.
+class RustNode : public torch::autograd::Node {
+ public:
+  RustNode(void* data, FunctionTable table) : data_(data), table_(table) {}
+  RustNode(const RustNode&) = delete;
+  RustNode& operator=(const RustNode&) = delete;
+  ~RustNode() override {
+    release_variables();
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    TORCH_CHECK(data_ != nullptr, "backward through a graph that an earlier backward has freed");
+    std::vector<at::Tensor*> results(num_outputs(), nullptr);
+    char* text = nullptr;
+    void* error = table_.backward(data_, &gradients.at(0), results.data(), results.size(), &text);
+    torch::autograd::variable_list out;
+    for (at::Tensor* result : results) {
+      const std::unique_ptr<at::Tensor> owned(result);
+      out.push_back(owned ? *owned : at::Tensor());
+    }
+    if (error != nullptr) {
+      HookError thrown(text == nullptr ? "a gradient of one's own failed" : text, error, table_.drop_error);
+      std::free(text);
+      throw thrown;
+    }
+    return out;
+  }
+
+  std::string name() const override {
+    return "RustBackward";
+  }
+
+  void release_variables() override {
+    if (data_ != nullptr) {
+      table_.release(std::exchange(data_, nullptr));
+    }
+  }
+
+ private:
+  void* data_;
+  FunctionTable table_;
 };
 
 // ---- memory ----
@@ -265,6 +317,19 @@ char* dvd_backward(at::Tensor* const* outputs, at::Tensor* const* gradients, siz
       *hook_error = error.take();
       throw;
     }
+  });
+}
+
+// Makes `output` a function of `inputs`. `data` is released once: by the node, or here on failure.
+char* dvd_function(at::Tensor* const* inputs, size_t count, at::Tensor* output, void* data, FunctionTable table) {
+  return guarded([&] {
+    const std::shared_ptr<torch::autograd::Node> node(new RustNode(data, table), torch::autograd::deleteNode);
+    for (const at::Tensor& input : list(inputs, count)) {
+      node->add_next_edge(input.requires_grad() ? torch::autograd::impl::gradient_edge(input)
+                                                : torch::autograd::Edge());
+    }
+    TORCH_CHECK(!output->requires_grad(), "the output of a function of one's own has a graph already");
+    torch::autograd::create_gradient_edge(*output, node);
   });
 }
 

@@ -28,6 +28,22 @@ pub(super) struct HookTable {
     pub(super) drop_error: extern "C" fn(error: *mut c_void),
 }
 
+/// What a step of the graph calls. `backward` fills `results` with new tensors, null where there is no
+/// gradient, and returns what [`HookTable::call`] does.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct FunctionTable {
+    pub(super) backward: extern "C" fn(
+        data: *mut c_void,
+        gradient: *const RawTensor,
+        results: *mut *mut RawTensor,
+        count: usize,
+        text: *mut *mut c_char,
+    ) -> *mut c_void,
+    pub(super) release: extern "C" fn(data: *mut c_void),
+    pub(super) drop_error: extern "C" fn(error: *mut c_void),
+}
+
 /// Where one card's bytes are counted.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -75,6 +91,13 @@ unsafe extern "C" {
     pub(super) fn dvd_set_tf32(allow: bool);
     pub(super) fn dvd_tf32(allowed: *mut bool);
 
+    pub(super) fn dvd_function(
+        inputs: Tensors,
+        count: usize,
+        output: *const RawTensor,
+        data: *mut c_void,
+        table: FunctionTable,
+    ) -> Text;
     pub(super) fn dvd_grad(param: *const RawTensor, out: *mut *mut RawTensor) -> Text;
     pub(super) fn dvd_set_grad(param: *const RawTensor, gradient: *const RawTensor) -> Text;
 

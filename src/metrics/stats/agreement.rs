@@ -65,15 +65,21 @@ pub fn relative_difference(a: f64, b: f64) -> f64 {
 /// Compares the losses of the first [`CHECKED_STEPS`] steps of every pair of rounds, and the weights
 /// of `ddp`'s ranks with each other.
 ///
-/// `single` takes part only where the model has no BatchNorm, which `dp` and `ddp` normalise per
-/// replica; `single_per_card` never does: it sees other batches.
+/// Where the model has BatchNorm, those that normalise each replica's own samples cannot agree with those
+/// that normalise the global batch: `single` is left out, or with `ddp.sync_batch_norm`, which makes `ddp`
+/// normalise as `single` does, `dp`. `single_per_card` never takes part: it sees other batches.
 pub fn loss_agreement(results: &Results) -> LossAgreement {
     let tolerance = tolerance(&results.plan);
     let batch_norm = results.plan.model.has_batch_norm() && results.plan.run.cards > 1;
+    let left_out = batch_norm.then_some(if results.plan.ddp.sync_batch_norm {
+        (Layout::OneProcess, EngineKind::Dp)
+    } else {
+        (Layout::OneCard, EngineKind::Single)
+    });
     let taking_part: Vec<(&str, &EngineRecord)> = EngineKind::ALL
         .into_iter()
         .filter(|kind| *kind != EngineKind::SinglePerCard)
-        .filter(|kind| !(batch_norm && kind.layout() == Layout::OneCard))
+        .filter(|kind| left_out.is_none_or(|(layout, _)| kind.layout() != layout))
         .filter_map(|kind| results.engines.get(kind.name()).map(|record| (kind.name(), record)))
         .filter(|(_, record)| ok_rounds(record).next().is_some())
         .collect();
@@ -92,10 +98,11 @@ pub fn loss_agreement(results: &Results) -> LossAgreement {
         check.digests(name, record);
     }
 
-    let left_out = if batch_norm && results.engines.contains_key(EngineKind::Single.name()) {
-        "; single left out: BatchNorm normalises each replica's own samples"
-    } else {
-        ""
+    let left_out = match left_out {
+        Some((_, kind)) if results.engines.contains_key(kind.name()) => {
+            format!("; {kind} left out: BatchNorm normalises each replica's own samples")
+        }
+        _ => String::new(),
     };
     if check.pairs == 0 && check.fault.is_none() {
         let reason = if taking_part.len() < 2 {
