@@ -66,6 +66,7 @@ fn main() -> Result<()> {
             drop_last: false,
             seed: 0,
             workers: 1,
+            first_epoch: 0,
         },
     )?;
 

@@ -40,8 +40,16 @@ fn loader(setup: &Setup, world_size: usize, cut: Cut) -> Loader {
 fn part((model, source): &Setup, world_size: usize, cut: Cut, part: Part) -> Loader {
     let images = matches!(model, ModelPlan::Convnet { .. } | ModelPlan::Resnet18 { .. });
     let (train, _) = data::open(source, images, SEED).unwrap();
-    let options =
-        LoaderOptions { world_size, cut, part, shuffle: true, drop_last: false, seed: SEED, workers: 1 };
+    let options = LoaderOptions {
+        world_size,
+        cut,
+        part,
+        shuffle: true,
+        drop_last: false,
+        seed: SEED,
+        workers: 1,
+        first_epoch: 0,
+    };
     Loader::new(Arc::new(train), options).unwrap()
 }
 

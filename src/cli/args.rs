@@ -145,15 +145,17 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "ENGINE")]
     pub(crate) engine: String,
 
-    /// Passes over the training data, each followed by a test
+    /// Passes over the training data, each followed by a test; after `--load`, so many more
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     pub(crate) epochs: u64,
 
-    /// Write the weights of the end to this safetensors file
+    /// Write the weights to this safetensors file after each epoch, and beside them FILE.resume, from
+    /// which `--load FILE` goes on
     #[arg(long, value_name = "FILE")]
     pub(crate) save: Option<PathBuf>,
 
-    /// Start from the weights of this safetensors file [default: drawn from the seed]
+    /// Start from the weights of this safetensors file; where FILE.resume lies beside it, go on with that
+    /// training [default: weights drawn from the seed]
     #[arg(long, value_name = "FILE")]
     pub(crate) load: Option<PathBuf>,
 }

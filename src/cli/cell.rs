@@ -164,6 +164,7 @@ fn keep(log: &mut RankLog, message: Message, started: Nanos) {
             log.skipped_steps = skipped_steps;
         }
         Message::MeasuringStarts
+        | Message::Resumed { .. }
         | Message::MeasuringEnds
         | Message::Evaluated { .. }
         | Message::Failed { .. }

@@ -36,6 +36,8 @@ struct Training<'a> {
     engine: EngineKind,
     cards: usize,
     global_batch: usize,
+    /// Epochs that a checkpoint had done; `null` for a fresh start.
+    resumed_after: Option<u64>,
     epochs: &'a [Epoch],
     weights: Option<&'a Path>,
 }
@@ -50,6 +52,10 @@ pub(crate) fn run(args: &TrainArgs, printer: &Printer) -> Result<ExitStatus> {
         return Err(Error::usage(format!("--engine: `{}` is not one engine", args.engine))
             .hint("`train` runs one of single, dp and ddp"));
     };
+    if engine.is_peer() {
+        return Err(Error::usage(format!("--engine: `{engine}` is PyTorch's, which `train` does not run"))
+            .hint("`train` runs one of single, dp and ddp"));
+    }
     let init = args.load.as_deref().map(|path| request::readable("--load", path)).transpose()?;
     let save = args.save.as_deref().map(writable).transpose()?;
     for warning in &request.warnings {
@@ -64,16 +70,23 @@ pub(crate) fn run(args: &TrainArgs, printer: &Printer) -> Result<ExitStatus> {
         save_gradients: None,
         save_final: save.clone(),
     };
-    let epochs = train(&cell, &request, Duration::from_secs_f64(args.run.grace), &mut |epoch| {
-        if !args.run.json {
-            printer.data(&line(epoch, args.epochs));
+    let mut resumed = None;
+    let epochs = train(&cell, &request, Duration::from_secs_f64(args.run.grace), &mut |news| match news {
+        News::Resumed(epochs) => {
+            resumed = Some(epochs);
+            printer.status(&format!("resuming after epoch {epochs}"));
         }
+        News::Epoch(epoch) if !args.run.json => {
+            printer.data(&line(epoch, resumed.unwrap_or(0) + args.epochs));
+        }
+        News::Epoch(_) => {}
     })?;
     if args.run.json {
         let training = Training {
             engine,
             cards: cell::cards_of(engine, &request.cards).len(),
             global_batch: request.plan.batch.global,
+            resumed_after: resumed,
             epochs: &epochs,
             weights: save.as_deref(),
         };
@@ -107,12 +120,7 @@ fn writable(path: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn train(
-    cell: &Cell,
-    request: &Request,
-    grace: Duration,
-    tell: &mut dyn FnMut(&Epoch),
-) -> Result<Vec<Epoch>> {
+fn train(cell: &Cell, request: &Request, grace: Duration, tell: &mut dyn FnMut(News)) -> Result<Vec<Epoch>> {
     let stop = interrupt::on_stop_signals()?;
     let world_size = cell.row.engine.layout().processes(request.plan.run.cards);
     let mut tally = Tally::new(world_size);
@@ -126,13 +134,23 @@ fn train(
             Ok(())
         },
         &mut |rank, message| {
+            if let (0, &Message::Resumed { epochs }) = (rank, message) {
+                tell(News::Resumed(epochs));
+            }
             if let Some(epoch) = tally.hear(rank, message)? {
-                tell(&epoch);
+                tell(News::Epoch(&epoch));
             }
             Ok(())
         },
     );
     outcome.result.map(|()| tally.epochs)
+}
+
+/// What a training has to tell while it goes on.
+enum News<'a> {
+    /// It begins after this epoch.
+    Resumed(u64),
+    Epoch(&'a Epoch),
 }
 
 /// Puts the ranks' parts of each epoch together.

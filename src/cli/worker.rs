@@ -9,21 +9,24 @@ use super::printer::Printer;
 use super::request::{self, Request};
 use crate::card::{Cores, Meter, VirtualCard, pin_current_thread};
 use crate::comm::{Collective, Local, Member, Shm};
-use crate::config::{EngineKind, Layout, ModelPlan, Plan, Uneven};
+use crate::config::{DataPlan, EngineKind, Layout, ModelPlan, Plan, Uneven};
 use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
 use crate::ddp::{self, DdpEngine};
 use crate::dp::{self, DpEngine};
-use crate::engine::{Engine, Event, Recipe, RunLoop, Single, StepEvent};
+use crate::engine::{Engine, Event, Memory, Recipe, RunLoop, Single, StepEvent};
 use crate::error::{Error, Kind, Result};
 use crate::launch::{Job, Message, Mode, RankEnv, Reporter, StoreAddress, end_with_parent};
 use crate::metrics::phase::{CardTotals, StepReport};
 use crate::metrics::proc::own_card_cpu;
 use crate::metrics::record::CardInfo;
+use crate::model::checkpoint::{self, Progress, Resumed};
 use crate::torch::store::Store;
 use crate::torch::{memory, precision, threads};
 use crate::units::Nanos;
 use crate::{model, torch};
 use std::any::Any;
+use std::ops::RangeInclusive;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -160,10 +163,17 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
     precision::allow_tf32(job.plan.run.tf32);
 
     let (train, test) = data::open(&job.plan.data.source, wants_images(&job.plan.model), job.plan.run.seed)?;
-    let mut loader = Loader::new(Arc::new(train), loader_options(job))?;
+    let first_epoch = match (&job.init, job.mode) {
+        (Some(path), Mode::Train { .. }) => checkpoint::epochs_done(path)?,
+        _ => 0,
+    };
+    let mut loader = Loader::new(Arc::new(train), LoaderOptions { first_epoch, ..loader_options(job) })?;
     let mut engine = engine(job, &meter, loader.steps_per_epoch())?;
     if let Some(path) = &job.init {
-        engine.state().load(path)?;
+        match job.mode {
+            Mode::Compare => engine.state().load(path)?,
+            Mode::Train { .. } => resume(job, path, engine.as_mut(), reporter)?,
+        }
     }
     let first_rank = job.rank == 0;
     if let Some(path) = job.save_initial.as_ref().filter(|_| first_rank) {
@@ -172,7 +182,10 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
     reporter.send(&Message::Ready)?;
     match job.mode {
         Mode::Compare => measure(job, &meter, engine.as_mut(), &mut loader, reporter)?,
-        Mode::Train { epochs } => train_and_test(job, epochs, engine.as_mut(), &mut loader, &test, reporter)?,
+        Mode::Train { epochs } => {
+            let epochs = first_epoch + 1..=first_epoch + epochs;
+            train_and_test(job, epochs, engine.as_mut(), &mut loader, &test, reporter)?;
+        }
     }
     // Ranks whose buffers are not broadcast keep their own: only their weights have to agree.
     let digest = match job.plan.ddp.broadcast_buffers {
@@ -180,10 +193,37 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
         false => engine.state().digest_without_buffers()?,
     };
     reporter.send(&Message::Weights { digest, skipped_steps: engine.skipped_steps() })?;
-    if let Some(path) = job.save_final.as_ref().filter(|_| first_rank) {
+    // A training has saved after each of its epochs.
+    if let Some(path) = job.save_final.as_ref().filter(|_| first_rank && job.mode == Mode::Compare) {
         engine.state().save(path)?;
     }
     reporter.send(&Message::Done)
+}
+
+/// Weights, and all else that a training goes on from if it is there.
+fn resume(job: &Job, path: &Path, engine: &mut dyn Engine, reporter: &mut Reporter) -> Result<()> {
+    let Some(Resumed { progress, memory }) = checkpoint::load(path, engine.state())? else { return Ok(()) };
+    let beside = checkpoint::resume_path(path);
+    let samples = samples(&job.plan);
+    if progress.samples != samples {
+        return Err(Error::usage(format!(
+            "`{}` is of a training on other samples: {}; this one is on {samples}",
+            beside.display(),
+            progress.samples
+        ))
+        .hint("give the same data, batch and seed; or move that file away to start from the weights alone"));
+    }
+    engine.restore(&Memory { fields: memory, scale: progress.scale });
+    reporter.send(&Message::Resumed { epochs: progress.epochs })
+}
+
+/// What decides which samples which epoch has.
+fn samples(plan: &Plan) -> String {
+    let DataPlan { source, shuffle, drop_last, .. } = &plan.data;
+    format!(
+        "{source:?}, global batch {}, shuffle {shuffle}, drop_last {drop_last}, seed {}",
+        plan.batch.global, plan.run.seed
+    )
 }
 
 /// Convolutions see images, the others flat samples.
@@ -215,6 +255,7 @@ fn loader_options(job: &Job) -> LoaderOptions {
         drop_last: data.drop_last,
         seed: run.seed,
         workers: data.workers,
+        first_epoch: 0,
     }
 }
 
@@ -383,15 +424,16 @@ fn report(step: StepEvent) -> StepReport {
 /// Whole epochs; after each, this rank's share of the test data.
 fn train_and_test(
     job: &Job,
-    epochs: u64,
+    epochs: RangeInclusive<u64>,
     engine: &mut dyn Engine,
     loader: &mut Loader,
     test: &Dataset,
     reporter: &mut Reporter,
 ) -> Result<()> {
     let steps = loader.steps_per_epoch();
-    let mut first_step = 0;
-    for epoch in 1..=epochs {
+    let mut first_step = (epochs.start() - 1) * steps as u64;
+    let mut digest = String::new();
+    for epoch in epochs {
         let run_loop = RunLoop { steps, ..RunLoop::default() };
         run_loop.run(engine, loader, &mut |event| match event {
             Event::Step(step) => {
@@ -403,6 +445,11 @@ fn train_and_test(
         })?;
         first_step += steps as u64;
         let (correct, total) = evaluate(job, engine, test)?;
+        if let Some(path) = job.save_final.as_ref().filter(|_| job.rank == 0) {
+            let Memory { fields, scale } = engine.memory();
+            let progress = Progress { epochs: epoch, samples: samples(&job.plan), scale };
+            digest = checkpoint::save(path, engine.state(), &fields, &progress, &digest)?;
+        }
         reporter.send(&Message::Evaluated { epoch, correct, total })?;
     }
     Ok(())

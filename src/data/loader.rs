@@ -46,6 +46,8 @@ pub struct LoaderOptions {
     pub seed: u64,
     /// Threads that prepare batches ahead; 0 prepares them in line.
     pub workers: usize,
+    /// Epoch to begin with.
+    pub first_epoch: u64,
 }
 
 /// Batches that each worker may have ready.
@@ -58,6 +60,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Loader {
     schedule: Schedule,
+    start: u64,
     next: u64,
     workers: Vec<Worker>,
 }
@@ -70,17 +73,18 @@ struct Worker {
 }
 
 impl Loader {
-    /// A loader over this data set, from its epoch 0.
+    /// A loader over this data set.
     pub fn new(data: Arc<Dataset>, options: LoaderOptions) -> Result<Self> {
-        let workers = options.workers;
+        let (workers, first_epoch) = (options.workers, options.first_epoch);
         let schedule = Schedule::new(data, options)?;
+        let start = first_epoch * schedule.steps;
         let workers = (0..workers)
             .map(|first| {
                 let (sender, receiver) = sync_channel(AHEAD);
                 let mut schedule = schedule.clone();
                 let thread = std::thread::Builder::new()
                     .name("loader".into())
-                    .spawn(move || prepare(&mut schedule, first as u64, workers as u64, &sender))
+                    .spawn(move || prepare(&mut schedule, start + first as u64, workers as u64, &sender))
                     .map_err(|error| {
                         Error::new(
                             Kind::Unavailable,
@@ -91,7 +95,7 @@ impl Loader {
                 Ok(Worker { batches: Some(receiver), thread: Some(thread) })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { schedule, next: 0, workers })
+        Ok(Self { schedule, start, next: start, workers })
     }
 
     /// Global batches in an epoch.
@@ -106,7 +110,7 @@ impl Loader {
         let batch = if self.workers.is_empty() {
             self.schedule.batch(number)?
         } else {
-            let worker = (number % self.workers.len() as u64) as usize;
+            let worker = ((number - self.start) % self.workers.len() as u64) as usize;
             self.workers[worker].receive(worker)?
         };
         self.next += 1;
@@ -173,7 +177,7 @@ struct Schedule {
 
 impl Schedule {
     fn new(data: Arc<Dataset>, options: LoaderOptions) -> Result<Self> {
-        let LoaderOptions { world_size, cut, part, shuffle, drop_last, seed, workers: _ } = options;
+        let LoaderOptions { world_size, cut, part, shuffle, drop_last, seed, .. } = options;
         let (Cut::PerRank(size) | Cut::Global(size)) = cut;
         if world_size == 0 || size == 0 {
             return Err(Error::usage(format!(
@@ -252,7 +256,16 @@ mod tests {
     }
 
     fn options(world_size: usize, cut: Cut, part: Part) -> LoaderOptions {
-        LoaderOptions { world_size, cut, part, shuffle: false, drop_last: false, seed: 0, workers: 0 }
+        LoaderOptions {
+            world_size,
+            cut,
+            part,
+            shuffle: false,
+            drop_last: false,
+            seed: 0,
+            workers: 0,
+            first_epoch: 0,
+        }
     }
 
     fn labels(batch: &Batch) -> Vec<i64> {
@@ -287,8 +300,12 @@ mod tests {
     #[test]
     fn workers_change_nothing_but_when_batches_are_made() {
         let with = |workers| {
-            let options =
-                LoaderOptions { shuffle: true, workers, ..options(2, Cut::PerRank(3), Part::Whole) };
+            let options = LoaderOptions {
+                shuffle: true,
+                workers,
+                first_epoch: 0,
+                ..options(2, Cut::PerRank(3), Part::Whole)
+            };
             take(&mut Loader::new(numbers(20), options).unwrap(), 25)
         };
         let in_line = with(0);
@@ -334,7 +351,8 @@ mod tests {
     #[test]
     fn dropping_a_loader_ends_its_threads() {
         let data = numbers(100);
-        let options = LoaderOptions { workers: 3, ..options(1, Cut::PerRank(4), Part::Whole) };
+        let options =
+            LoaderOptions { workers: 3, first_epoch: 0, ..options(1, Cut::PerRank(4), Part::Whole) };
         let mut loader = Loader::new(Arc::clone(&data), options).unwrap();
         loader.next().unwrap();
         drop(loader);

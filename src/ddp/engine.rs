@@ -4,7 +4,7 @@ use super::{DistributedDataParallel, Options, Share};
 use crate::comm::Collective;
 use crate::config::DdpPlan;
 use crate::data::Batch;
-use crate::engine::{Engine, Recipe, StepOutcome, Updater, timed};
+use crate::engine::{Engine, Memory, Recipe, StepOutcome, Updater, timed};
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
 use crate::{Error, Result};
@@ -118,6 +118,15 @@ impl Engine for DdpEngine {
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
         self.updater.update(recorder)
+    }
+
+    fn memory(&self) -> Memory {
+        self.updater.memory(self.ddp.module().state().parameters().map(|entry| entry.name.as_str()))
+    }
+
+    fn restore(&mut self, memory: &Memory) {
+        let Self { updater, ddp, .. } = self;
+        updater.restore(ddp.module().state().parameters().map(|entry| entry.name.as_str()), memory);
     }
 
     fn skipped_steps(&self) -> u64 {

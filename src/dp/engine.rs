@@ -4,7 +4,7 @@ use super::apply::Mode;
 use super::{DataParallel, Options};
 use crate::card::VirtualCard;
 use crate::data::Batch;
-use crate::engine::{Engine, Recipe, StepOutcome, Updater};
+use crate::engine::{Engine, Memory, Recipe, StepOutcome, Updater};
 use crate::error::Result;
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
@@ -53,6 +53,15 @@ impl Engine for DpEngine {
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
         self.updater.update(recorder)
+    }
+
+    fn memory(&self) -> Memory {
+        self.updater.memory(self.parallel.state().parameters().map(|entry| entry.name.as_str()))
+    }
+
+    fn restore(&mut self, memory: &Memory) {
+        let Self { updater, parallel } = self;
+        updater.restore(parallel.state().parameters().map(|entry| entry.name.as_str()), memory);
     }
 
     fn skipped_steps(&self) -> u64 {

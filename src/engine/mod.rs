@@ -11,7 +11,7 @@ mod update;
 pub use burn::{burn, timed};
 pub use run_loop::{Event, RunLoop, StepEvent};
 pub use single::Single;
-pub use update::{Recipe, Updater};
+pub use update::{Memory, Recipe, Updater};
 
 use crate::Result;
 use crate::data::Batch;
@@ -33,6 +33,12 @@ pub trait Engine {
     fn skipped_steps(&self) -> u64 {
         0
     }
+
+    /// What updates remember, for a checkpoint.
+    fn memory(&self) -> Memory;
+
+    /// Goes on from what [`Self::memory`] gave, of this engine or another.
+    fn restore(&mut self, memory: &Memory);
 
     /// The weights (of card 0, or of this rank).
     fn state(&self) -> &State;

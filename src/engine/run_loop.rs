@@ -115,7 +115,7 @@ fn one_step(
 mod tests {
     use super::*;
     use crate::data::{Batch, Cut, Dataset, LoaderOptions, Part};
-    use crate::engine::StepOutcome;
+    use crate::engine::{Memory, StepOutcome};
     use crate::model::State;
     use std::sync::Arc;
 
@@ -133,6 +133,10 @@ mod tests {
         fn update(&mut self, _: &mut Recorder) -> Result<()> {
             Ok(())
         }
+        fn memory(&self) -> Memory {
+            Memory::default()
+        }
+        fn restore(&mut self, _: &Memory) {}
         fn state(&self) -> &State {
             &self.state
         }
@@ -154,6 +158,7 @@ mod tests {
             drop_last: false,
             seed: 0,
             workers: 0,
+            first_epoch: 0,
         };
         let mut loader = Loader::new(Arc::new(data), options).unwrap();
         let mut engine = Scripted { losses: losses.to_vec(), state: State::default() };

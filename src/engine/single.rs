@@ -1,6 +1,6 @@
 //! One card, no communication: the reference that the other engines must agree with.
 
-use super::{Engine, Recipe, StepOutcome, Updater, timed};
+use super::{Engine, Memory, Recipe, StepOutcome, Updater, timed};
 use crate::Result;
 use crate::data::Batch;
 use crate::metrics::phase::{Phase, Recorder};
@@ -41,6 +41,15 @@ impl Engine for Single {
 
     fn update(&mut self, recorder: &mut Recorder) -> Result<()> {
         self.updater.update(recorder)
+    }
+
+    fn memory(&self) -> Memory {
+        self.updater.memory(self.model.state().parameters().map(|entry| entry.name.as_str()))
+    }
+
+    fn restore(&mut self, memory: &Memory) {
+        let Self { updater, model, .. } = self;
+        updater.restore(model.state().parameters().map(|entry| entry.name.as_str()), memory);
     }
 
     fn skipped_steps(&self) -> u64 {

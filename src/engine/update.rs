@@ -46,6 +46,15 @@ impl Recipe {
     }
 }
 
+/// What updates remember from one to the next.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// `PARAMETER.FIELD`, PyTorch's names.
+    pub fields: Vec<(String, Tensor)>,
+    /// float16's loss scale, and good steps since it last moved.
+    pub scale: Option<(f64, u32)>,
+}
+
 /// The optimiser and what comes before it.
 #[derive(Debug)]
 pub struct Updater {
@@ -98,6 +107,27 @@ impl Updater {
             }
             optimizer.zero_grad()
         })
+    }
+
+    /// What the optimiser remembers, by the names of its parameters, and float16's loss scale.
+    pub fn memory<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Memory {
+        let fields = names.into_iter().zip(self.optimizer.memory()).flat_map(|(name, fields)| {
+            fields.into_iter().map(move |(field, tensor)| (format!("{name}.{field}"), tensor))
+        });
+        Memory { fields: fields.collect(), scale: self.scaler.as_ref().map(Scaler::state) }
+    }
+
+    /// Goes on from what [`Self::memory`] gave.
+    pub fn restore<'a>(&mut self, names: impl IntoIterator<Item = &'a str>, memory: &Memory) {
+        let names: Vec<&str> = names.into_iter().collect();
+        let find = |index: usize, field: &str| {
+            let wanted = format!("{}.{field}", names.get(index)?);
+            memory.fields.iter().find(|(name, _)| *name == wanted).map(|(_, tensor)| tensor.copy())
+        };
+        self.optimizer.restore(find);
+        if let (Some(scaler), Some(scale)) = (&mut self.scaler, memory.scale) {
+            *scaler = Scaler::from_state(scale);
+        }
     }
 
     /// Steps that were left out so far.

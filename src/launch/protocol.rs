@@ -89,6 +89,11 @@ pub enum StoreAddress {
 pub enum Message {
     /// Model, data and connections stand.
     Ready,
+    /// A training goes on where another one stopped.
+    Resumed {
+        /// Epochs that are done already.
+        epochs: u64,
+    },
     /// Warm-up is over.
     MeasuringStarts,
     /// A step ended.

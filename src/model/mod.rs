@@ -3,6 +3,7 @@
 //! Names, shapes and initialisation are PyTorch's own, so that a PyTorch twin can load the weights.
 //! Knows nothing of cards or engines: a replica is just a second value built on another device.
 
+pub mod checkpoint;
 mod convnet;
 mod gpt;
 mod init;

@@ -8,7 +8,7 @@ use crate::error::{Error, Kind};
 use crate::torch::{grad, no_grad};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -149,25 +149,15 @@ impl State {
 
     /// Reads a safetensors file (with or without one leading `module.`) into this state.
     pub fn load(&self, path: &Path) -> Result<()> {
-        let bytes =
-            std::fs::read(path).map_err(|error| Error::io("cannot read weights from", path, error))?;
-        let corrupt = |error: safetensors::SafeTensorError| {
-            let what = format!("`{}` is not a safetensors file: {error}", path.display());
-            Error::new(Kind::Corrupt, what)
-                .hint("give a file written by `--save-weights` or by safetensors.torch.save_file")
-        };
-        let file = SafeTensors::deserialize(&bytes).map_err(corrupt)?;
-        let views = file.tensors();
+        let (tensors, _) = read_file(path)?;
         let own: Vec<&str> = self.file_names().collect();
-        let names = unwrapped(views.iter().map(|(name, _)| name.as_str()).collect(), &own);
-        let in_file = |error: Error| error.context(format!("cannot load `{}`", path.display()));
-        let tensors = names
+        let names = unwrapped(tensors.iter().map(|(name, _)| name.as_str()).collect(), &own);
+        let named: Vec<_> = names
             .into_iter()
-            .zip(&views)
-            .map(|(name, (_, view))| Ok((name.to_owned(), tensor_of(name, view)?)))
-            .collect::<Result<Vec<_>>>()
-            .map_err(in_file)?;
-        self.copy_from(&tensors).map_err(in_file)
+            .zip(&tensors)
+            .map(|(name, (_, tensor))| (name.to_owned(), tensor.shallow_clone()))
+            .collect();
+        self.copy_from(&named).map_err(|error| error.context(format!("cannot load `{}`", path.display())))
     }
 
     /// Writes a safetensors file, atomically: the same weights give the same bytes, and a reader sees
@@ -271,6 +261,25 @@ fn types() -> [(Dtype, Type); 9] {
     ]
 }
 
+/// What a safetensors file holds: names with tensors, and its metadata.
+pub(super) fn read_file(path: &Path) -> Result<(Vec<(String, Tensor)>, HashMap<String, String>)> {
+    let bytes = std::fs::read(path).map_err(|error| Error::io("cannot read weights from", path, error))?;
+    let corrupt = |error: safetensors::SafeTensorError| {
+        let what = format!("`{}` is not a safetensors file: {error}", path.display());
+        Error::new(Kind::Corrupt, what)
+            .hint("give a file written by `--save-weights` or by safetensors.torch.save_file")
+    };
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(corrupt)?;
+    let file = SafeTensors::deserialize(&bytes).map_err(corrupt)?;
+    let tensors = file
+        .tensors()
+        .iter()
+        .map(|(name, view)| Ok((name.clone(), tensor_of(name, view)?)))
+        .collect::<Result<Vec<_>>>()
+        .map_err(|error| error.context(format!("cannot load `{}`", path.display())))?;
+    Ok((tensors, header.metadata().clone().unwrap_or_default()))
+}
+
 fn tensor_of(name: &str, view: &TensorView<'_>) -> Result<Tensor> {
     let kind = types().into_iter().find(|(dtype, _)| *dtype == view.dtype()).map(|(_, kind)| kind);
     let kind = kind
@@ -287,7 +296,7 @@ fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn replace_file(path: &Path, contents: &[u8]) -> std::io::Result<()> {
+pub(super) fn replace_file(path: &Path, contents: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // Temporary files are private by default; this one becomes an ordinary file.
     let mut file = tempfile::Builder::new()

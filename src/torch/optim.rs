@@ -80,6 +80,34 @@ impl Optimizer {
         }
     }
 
+    /// What updates remember, by parameter: PyTorch's names of it, without gradient history. Nothing for a
+    /// parameter that was never updated.
+    pub fn memory(&self) -> Vec<Vec<(&'static str, Tensor)>> {
+        let of = |slot: &Slot| match &slot.memory {
+            None => Vec::new(),
+            Some(Memory::Momentum(buffer)) => vec![("momentum_buffer", buffer.shallow_clone())],
+            Some(Memory::Moments { mean, square, steps }) => vec![
+                ("exp_avg", mean.shallow_clone()),
+                ("exp_avg_sq", square.shallow_clone()),
+                ("step", steps.shallow_clone()),
+            ],
+        };
+        self.slots.iter().map(of).collect()
+    }
+
+    /// Puts back what [`Self::memory`] gave. `find` gives a field of a parameter, by its position.
+    pub fn restore(&mut self, find: impl Fn(usize, &str) -> Option<Tensor>) {
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            slot.memory = match self.rule {
+                OptimizerPlan::Sgd { .. } => find(index, "momentum_buffer").map(Memory::Momentum),
+                OptimizerPlan::Adam { .. } => find(index, "exp_avg")
+                    .zip(find(index, "exp_avg_sq"))
+                    .zip(find(index, "step"))
+                    .map(|((mean, square), steps)| Memory::Moments { mean, square, steps }),
+            };
+        }
+    }
+
     /// Makes every gradient undefined, as `zero_grad(set_to_none=True)`.
     pub fn zero_grad(&mut self) -> Result<()> {
         self.slots.iter().try_for_each(|slot| grad::set_grad(&slot.parameter, None))

@@ -100,6 +100,16 @@ impl Scaler {
         self.scale
     }
 
+    /// The scale, and good steps since it last moved.
+    pub fn state(&self) -> (f64, u32) {
+        (self.scale, self.good_steps)
+    }
+
+    /// A scaler that goes on from there.
+    pub fn from_state((scale, good_steps): (f64, u32)) -> Self {
+        Self { scale, good_steps, finite: None }
+    }
+
     /// Divides all gradients by the scale, in place, and finds out whether they are finite.
     pub fn unscale(&mut self, parameters: &[Tensor]) -> Result<()> {
         let gradients: Vec<Tensor> = parameters.iter().filter_map(grad::grad).collect();

@@ -67,6 +67,86 @@ fn weights_are_saved_and_training_goes_on_from_them() {
     assert!(after.as_f64().unwrap() < 0.5 * before.as_f64().unwrap(), "{before} {after}");
 }
 
+fn losses(training: &Value) -> Vec<f64> {
+    training["epochs"].as_array().unwrap().iter().map(|epoch| epoch["loss"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn a_resumed_training_has_the_losses_of_one_that_never_stopped() {
+    for optimizer in [&["--set", "optimizer.momentum=0.9"][..], &["--set", "optimizer.name=adam"]] {
+        for engine in ["single", "dp", "ddp"] {
+            let folder = tempfile::tempdir().unwrap();
+            let file = folder.path().join("w");
+            let path = file.to_str().unwrap();
+            let run = |engine: &str, further: &[&str]| {
+                let all = ["--engine", engine, "--cards", "2", "--batch", "50"];
+                let mut command =
+                    program(&["train", "--json", "--data", "digits", "--set", "model.hidden=32"]);
+                let output = command.args(all).args(optimizer).args(further).output().unwrap();
+                assert_eq!(exit(&output), 0, "{}", stderr(&output));
+                (serde_json::from_str::<Value>(&stdout(&output)).unwrap(), stderr(&output))
+            };
+            let whole = losses(&run(engine, &["--epochs", "4"]).0);
+            run(engine, &["--epochs", "2", "--save", path]);
+            let (rest, told) = run(engine, &["--epochs", "2", "--load", path, "--save", path]);
+            assert!(told.contains("resuming after epoch 2"), "{told}");
+            assert_eq!((&rest["resumed_after"], &rest["epochs"][0]["epoch"]), (&2.into(), &3.into()));
+            assert_eq!(losses(&rest), whole[2..], "{engine}: to the last bit");
+            assert_eq!(entries(folder.path()), ["w", "w.resume"]);
+            // Another engine goes on as well, within rounding; and from where the second part ended.
+            let other = if engine == "single" { "ddp" } else { "single" };
+            let on = run(other, &["--epochs", "1", "--load", path]).0;
+            let five = losses(&run(engine, &["--epochs", "5"]).0)[4];
+            assert!((losses(&on)[0] - five).abs() < 1e-4 * five, "{engine} then {other}");
+        }
+    }
+}
+
+#[test]
+fn a_killed_training_goes_on_from_its_last_epoch() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("w");
+    let path = file.to_str().unwrap();
+    let digits = ["--data", "digits", "--set", "model.hidden=32", "--engine", "ddp", "--cards", "2"];
+    let mut command = program(&["train", "--epochs", "1000", "--save", path]);
+    command.args(digits);
+    let mut background = Background::start(command);
+    wait_for("two checkpoints", std::time::Duration::from_secs(60), || {
+        let modified = std::fs::metadata(&file).ok()?.modified().ok()?;
+        wait_for("another one", std::time::Duration::from_secs(60), || {
+            (std::fs::metadata(&file).ok()?.modified().ok()? != modified).then_some(())
+        });
+        Some(())
+    });
+    background.child.kill().unwrap();
+    background.child.wait().unwrap();
+    let output =
+        program(&["train", "--json", "--epochs", "1", "--load", path]).args(digits).output().unwrap();
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let training: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert!(training["resumed_after"].as_u64().unwrap() >= 2, "{training}");
+}
+
+#[test]
+fn a_checkpoint_of_other_samples_or_other_weights_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("w");
+    let path = file.to_str().unwrap();
+    train(&["--engine", "single", "--epochs", "1", "--batch", "32", "--save", path]);
+    let refused = |args: &[&str], words: &str| {
+        let mut command = program(&["train", "--engine", "single", "--epochs", "1", "--load", path]);
+        let output =
+            command.args(["--data", "digits", "--set", "model.hidden=64"]).args(args).output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(exit(&output), 2, "{text}");
+        assert!(text.contains(words) && text.contains("hint: "), "{text}");
+    };
+    refused(&["--batch", "32", "--seed", "1"], "other samples");
+    refused(&["--batch", "64"], "other samples");
+    std::fs::write(folder.path().join("w.resume"), "junk").unwrap();
+    refused(&["--batch", "32"], "w.resume");
+}
+
 #[test]
 fn what_cannot_be_trained_is_refused() {
     let folder = tempfile::tempdir().unwrap();
