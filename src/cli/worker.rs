@@ -244,6 +244,7 @@ fn loader_options(job: &Job) -> LoaderOptions {
     LoaderOptions {
         world_size,
         cut: match job.mode {
+            Mode::Compare if job.plan.ddp.join => Cut::PerRankUneven(batch.per_card),
             Mode::Compare => Cut::PerRank(batch.per_card),
             Mode::Train { .. } => Cut::Global(batch.global),
         },

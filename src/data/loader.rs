@@ -3,7 +3,7 @@
 //! Goes on for ever, epoch after epoch, in the order of [`super::DistributedSampler`] for `seed + epoch`.
 //! What is delivered does not depend on how many workers prepare it.
 
-use super::sampler::{DistributedSampler, Shares, batches, chunks};
+use super::sampler::{DistributedSampler, Shares, batches, chunks, uneven_batches};
 use super::{Batch, Dataset};
 use crate::error::{Error, Kind, Result};
 use std::sync::Arc;
@@ -25,6 +25,8 @@ pub enum Part {
 pub enum Cut {
     /// This many samples for every rank, the epoch's tail filled up or dropped as DistributedSampler does.
     PerRank(usize),
+    /// The same, but no sample twice: towards the end of an epoch ranks get fewer rows, or none.
+    PerRankUneven(usize),
     /// This many samples in all, each global batch cut as `tensor.chunk` does; ranks may get nothing.
     Global(usize),
 }
@@ -178,7 +180,7 @@ struct Schedule {
 impl Schedule {
     fn new(data: Arc<Dataset>, options: LoaderOptions) -> Result<Self> {
         let LoaderOptions { world_size, cut, part, shuffle, drop_last, seed, .. } = options;
-        let (Cut::PerRank(size) | Cut::Global(size)) = cut;
+        let (Cut::PerRank(size) | Cut::PerRankUneven(size) | Cut::Global(size)) = cut;
         if world_size == 0 || size == 0 {
             return Err(Error::usage(format!(
                 "batches of {size} samples for {world_size} cards: both must be 1 or more"
@@ -211,6 +213,7 @@ impl Schedule {
         self.epoch = epoch;
         self.shares = match self.cut {
             Cut::PerRank(per_rank) => batches(&self.sampler, epoch, per_rank),
+            Cut::PerRankUneven(per_rank) => uneven_batches(&self.sampler, epoch, per_rank),
             Cut::Global(global) => chunks(&self.sampler, epoch, global),
         };
     }

@@ -86,6 +86,19 @@ pub fn batches(sampler: &DistributedSampler, epoch: u64, per_card: usize) -> Vec
         .collect()
 }
 
+/// As [`batches`], but no sample twice: towards the end of the epoch ranks get fewer rows, or none.
+pub(super) fn uneven_batches(sampler: &DistributedSampler, epoch: u64, per_card: usize) -> Vec<Shares> {
+    let mut steps = batches(sampler, epoch, per_card);
+    for (step, shares) in steps.iter_mut().enumerate() {
+        for (rank, rows) in shares.iter_mut().enumerate() {
+            // Row `i` of rank `r` is sample `i * world + r` of the epoch.
+            let real = sampler.samples.saturating_sub(rank).div_ceil(sampler.world_size);
+            rows.truncate(real.saturating_sub(step * per_card));
+        }
+    }
+    steps
+}
+
 /// Global batch after global batch of one epoch, every sample once, each cut for the ranks as
 /// `tensor.chunk` cuts it: ranks at the end may get less, or nothing. With `drop_last` a last batch that
 /// is not full is left out.
@@ -191,6 +204,17 @@ mod tests {
         // Rank 0 has 0 2 4 6 8, rank 1 has 1 3 5 7 9.
         let steps = batches(&sampler(10, 2), 0, 2);
         assert_eq!(steps, [[vec![0, 2], vec![1, 3]], [vec![4, 6], vec![5, 7]], [vec![8], vec![9]]]);
+    }
+
+    #[test]
+    fn uneven_batches_are_those_without_the_repetitions() {
+        // 7 on 3 ranks, padded: 0 3 6 | 1 4 0 | 2 5 1.
+        assert_eq!(
+            uneven_batches(&sampler(7, 3), 0, 2),
+            [vec![vec![0, 3], vec![1, 4], vec![2, 5]], vec![vec![6], vec![], vec![]]]
+        );
+        assert_eq!(uneven_batches(&sampler(1, 3), 0, 2), [[vec![0], vec![], vec![]]]);
+        assert_eq!(uneven_batches(&sampler(6, 3), 0, 2), batches(&sampler(6, 3), 0, 2));
     }
 
     #[test]

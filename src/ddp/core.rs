@@ -361,6 +361,16 @@ impl Core {
         )
     }
 
+    /// Copies weights to where their gradients travel.
+    pub(super) fn stage_parameters(&mut self) -> Result<()> {
+        no_grad(|| self.slots.iter_mut().try_for_each(|slot| Ok(slot.view.f_copy_(&slot.parameter)?)))
+    }
+
+    /// Copies weights back from there, in place.
+    pub(super) fn unstage_parameters(&mut self) -> Result<()> {
+        no_grad(|| self.slots.iter_mut().try_for_each(|slot| Ok(slot.parameter.f_copy_(&slot.view)?)))
+    }
+
     /// Copies gradients that lie in buckets out of them, before the buckets go.
     pub(super) fn detach_gradients(&mut self) -> Result<()> {
         for slot in &self.slots {

@@ -17,6 +17,7 @@ pub struct DdpEngine {
     updater: Updater,
     accumulate: usize,
     sync_batch_norm: bool,
+    join: bool,
     card: usize,
 }
 
@@ -32,14 +33,16 @@ impl DdpEngine {
         let card = options.card;
         let ddp = DistributedDataParallel::new(model, collective, options)?;
         let updater = Updater::new(recipe, ddp.parameters());
-        Ok(Self { ddp, recipe, updater, accumulate: 1, sync_batch_norm: false, card })
+        Ok(Self { ddp, recipe, updater, accumulate: 1, sync_batch_norm: false, join: false, card })
     }
 
     /// Follows those options of the plan that are not the wrapper's: `accumulate` cuts every batch into so
-    /// many micro-batches, of which only the last one communicates.
+    /// many micro-batches, of which only the last one communicates; `join` asks all ranks in every step how
+    /// many samples they have, and weighs by that.
     pub fn following(mut self, plan: &DdpPlan) -> Self {
         self.accumulate = plan.accumulate.max(1);
         self.sync_batch_norm = plan.sync_batch_norm;
+        self.join = plan.join;
         if self.sync_batch_norm {
             self.ddp.convert_sync_batch_norm();
         }
@@ -70,10 +73,15 @@ fn weighted_loss(output: &Tensor, target: &Tensor, weight: f64) -> Result<Tensor
 
 impl Engine for DdpEngine {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
-        let Self { ddp, recipe, updater, accumulate, sync_batch_norm, .. } = self;
+        let Self { ddp, recipe, updater, accumulate, sync_batch_norm, join, .. } = self;
         let inject = recipe.inject.as_ref();
         let sent = ddp.bytes_sent();
-        let (mine, global) = (batch.samples, batch.global_samples);
+        let mine = batch.samples;
+        let global = if *join {
+            recorder.time(Phase::Wait, || ddp.count(mine as u64))?.into_iter().sum::<u64>() as usize
+        } else {
+            batch.global_samples
+        };
         let mut parts = if mine > 0 { micro_batches(&batch, *accumulate)? } else { Vec::new() };
         // By samples: equal shares come out as 1/world_size, and uneven ranks as one process on all of them.
         let share = if *sync_batch_norm {

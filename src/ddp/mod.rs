@@ -11,6 +11,7 @@ mod communicator;
 mod core;
 mod engine;
 pub mod hooks;
+mod join;
 mod module;
 mod options;
 pub mod reducer;
@@ -18,6 +19,7 @@ mod sync;
 mod wrapper;
 
 pub use engine::DdpEngine;
+pub use join::Divide;
 pub use module::Module;
 pub use options::{Options, Share};
 pub use wrapper::DistributedDataParallel;

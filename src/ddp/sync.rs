@@ -26,6 +26,7 @@ impl<M: Module> DistributedDataParallel<M> {
         if options.find_unused_parameters || options.static_graph {
             lock(&self.core).overlap = false;
         }
+        self.shares_statistics = true;
         Arc::new(Sums(Arc::clone(&self.communicator)))
     }
 }

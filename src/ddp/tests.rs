@@ -11,6 +11,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 
+mod join;
 mod norm;
 mod options;
 

@@ -57,6 +57,12 @@ pub struct DistributedDataParallel<M: Module> {
     rank: usize,
     world_size: usize,
     buffers: Option<BufferSync>,
+    /// By what summed gradients are divided.
+    pub(super) divisor: usize,
+    /// The rank whose buffers are everybody's.
+    pub(super) source: usize,
+    /// Whether layers have collectives of their own.
+    pub(super) shares_statistics: bool,
     plan: Vec<Vec<usize>>,
     rebuild: Rebuild,
     /// Backward passes begun.
@@ -127,6 +133,9 @@ impl<M: Module> DistributedDataParallel<M> {
             rank,
             world_size,
             buffers,
+            divisor: world_size,
+            source: 0,
+            shares_statistics: false,
             plan,
             steps: 0,
             finishing: None,
@@ -257,13 +266,18 @@ impl<M: Module> DistributedDataParallel<M> {
         self.communicator.sent()
     }
 
+    /// Backward passes that reduced.
+    pub(super) fn steps(&self) -> u64 {
+        self.steps
+    }
+
     /// What the communication thread did since the last call, or in the last backward.
     pub fn take_spans(&self) -> Vec<Span> {
         self.communicator.take_spans()
     }
 
     /// Stops the group: an error on this rank ends all of them, with this reason.
-    fn stop(&self, error: Error) -> Error {
+    pub(super) fn stop(&self, error: Error) -> Error {
         lock(&self.core).mode = Mode::Idle;
         let named = format!("rank {}: ", self.rank);
         let text = error.to_string();
@@ -277,7 +291,7 @@ impl<M: Module> DistributedDataParallel<M> {
         }
         // The second step rebuilds, in forward. A caller who skips forward gets it here.
         self.rebuild_if_due()?;
-        let scale = share.scale(self.world_size)?;
+        let scale = share.scale(self.divisor)?;
         self.communicator.begin(self.steps);
         self.send_buffers()?;
         lock(&self.core).prepare(scale, share, self.steps, self.options.gradient_as_bucket_view)?;
@@ -353,9 +367,7 @@ impl<M: Module> DistributedDataParallel<M> {
             }
         }
         drop(core);
-        if let Some(buffers) = self.buffers.as_ref().filter(|_| self.rank != 0) {
-            buffers.apply(&self.module.named_buffers())?;
-        }
+        self.apply_buffers()?;
         if self.rebuild == Rebuild::AfterFirst {
             self.rebuild = Rebuild::Due;
         }
@@ -363,17 +375,26 @@ impl<M: Module> DistributedDataParallel<M> {
     }
 
     /// Starts rank 0's buffers on their way. They are final once forward has run, so this too overlaps.
-    fn send_buffers(&mut self) -> Result<()> {
+    pub(super) fn send_buffers(&mut self) -> Result<()> {
+        let source = self.source;
         let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        if self.rank == 0 {
+        if self.rank == source {
             buffers.fill(&self.module.named_buffers())?;
         }
         let step = self.steps;
         self.communicator.post(move |desk| {
             desk.timed(Phase::Replicate, step, |Desk { collective, staging, .. }| {
-                staging.iter().try_for_each(|buffer| collective.broadcast(buffer, 0))
+                staging.iter().try_for_each(|buffer| collective.broadcast(buffer, source))
             })
         })
+    }
+
+    /// Writes what has arrived of them.
+    pub(super) fn apply_buffers(&self) -> Result<()> {
+        match self.buffers.as_ref().filter(|_| self.rank != self.source) {
+            Some(buffers) => buffers.apply(&self.module.named_buffers()),
+            None => Ok(()),
+        }
     }
 
     /// Plans buckets anew in the order in which rank 0's gradients arrived in the first step.
@@ -385,7 +406,7 @@ impl<M: Module> DistributedDataParallel<M> {
         let mut core = lock(&self.core);
         let mine: Vec<u8> = core.reducer.arrival().iter().flat_map(|&at| (at as u32).to_le_bytes()).collect();
         let orders = self.communicator.call(move |desk| desk.collective.exchange(&mine))?;
-        let order: Vec<usize> = orders[0]
+        let order: Vec<usize> = orders[self.source]
             .chunks_exact(4)
             .map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize)
             .collect();
@@ -393,7 +414,10 @@ impl<M: Module> DistributedDataParallel<M> {
         let mut sorted = order.clone();
         sorted.sort_unstable();
         if !sorted.iter().copied().eq(0..items.len()) {
-            return Err(Error::new(Kind::Worker, "rank 0 sent an order that is none of these parameters"));
+            return Err(Error::new(
+                Kind::Worker,
+                format!("rank {} sent an order that is none of these parameters", self.source),
+            ));
         }
         let plan = assign(&items, &order, &self.options.limits());
         if plan == self.plan {

@@ -144,6 +144,35 @@ fn its_sums_keep_their_place_among_buckets_with_every_option() {
     }
 }
 
+/// `ddp.join`: the engine asks who has how many samples, and needs no plan that knew it.
+#[test]
+fn ranks_that_run_out_of_samples_are_weighted_by_what_all_have() {
+    let plain = ModelPlan::Convnet { channels: 1, classes: 10, batch_norm: false };
+    for (plan, sync_batch_norm) in [(&plain, false), (&CONVNET, true)] {
+        let one = single(plan, 1, 3, 12);
+        for rows in [vec![12, 0], vec![7, 5], vec![6, 6, 0]] {
+            let all = ranks(rows.len(), |rank, collective| {
+                let model = model::build(plan, Device::Cpu, 3).unwrap();
+                let options = DdpPlan { join: true, sync_batch_norm, ..SYNCED };
+                let engine = DdpEngine::new(model, collective, Options::default(), SGD).unwrap();
+                let mut engine = engine.following(&options);
+                let from = rows[..rank].iter().sum::<i64>();
+                let mut recorder = Recorder::new(0);
+                for step in 0..3 {
+                    let (images, labels) = data(12, 1, step);
+                    let unaware = Batch { global_samples: 0, ..batch(&images, &labels, from, rows[rank]) };
+                    engine.backward(unaware, &mut recorder).unwrap();
+                    engine.update(&mut recorder).unwrap();
+                }
+                let state = engine.state().named_tensors();
+                state.into_iter().map(|(name, tensor)| (name, floats(&tensor))).collect::<Vec<_>>()
+            });
+            assert_same(&(Vec::new(), one.1.clone()), &(Vec::new(), all[0].clone()));
+            assert!(all.iter().all(|rank| *rank == all[0]));
+        }
+    }
+}
+
 /// Statistics are those of a micro-batch of all ranks. Ranks that are cut into fewer of them come along.
 #[test]
 fn accumulation_normalises_micro_batches_over_all_ranks() {
