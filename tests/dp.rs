@@ -4,7 +4,7 @@
 
 use dp_vs_ddp::Result;
 use dp_vs_ddp::card::{Cores, VirtualCard};
-use dp_vs_ddp::config::{DataSource, ModelPlan, OptimizerPlan};
+use dp_vs_ddp::config::{DataSource, DpPlan, ModelPlan, OptimizerPlan};
 use dp_vs_ddp::data::{self, Cut, Loader, LoaderOptions, Part};
 use dp_vs_ddp::dp::{DpEngine, Options};
 use dp_vs_ddp::engine::{Engine, Event, RunLoop, Single, StepEvent};
@@ -143,6 +143,53 @@ fn uneven_batches_train_as_single_does() {
     assert_losses_agree(&events[..20], &expected, 1e-4, "9 samples on 4 cards");
     let forwards: Vec<_> = events[1].spans.iter().filter(|span| span.phase == Phase::Forward).collect();
     assert_eq!(forwards.len(), 3, "three cards worked: {forwards:?}");
+}
+
+/// The engine as a plan with these options would have it, and what it gives after 20 steps.
+fn with_options(setup: &Setup, dp: &DpPlan, cards: usize) -> (DpEngine, Vec<StepEvent>) {
+    let order = dp.order((0..cards).collect());
+    let list: Vec<_> = order.iter().map(|&index| VirtualCard { index, cores: Cores(Vec::new()) }).collect();
+    let options = Options { chunk_weights: dp.weights_of(&order), ..Options::default() };
+    let plan = setup.0.clone();
+    let mut engine =
+        DpEngine::new(&list, options, SGD, move |_| model::build(&plan, Device::Cpu, SEED)).unwrap();
+    let events = run(&mut engine, loader(setup, cards, Cut::PerRank(12 / cards)), 20).unwrap();
+    (engine, events)
+}
+
+#[test]
+fn any_output_card_gives_the_same_bits_also_under_batch_norm() {
+    for setup in [mlp(), convnet(true)] {
+        let of = |output_card| {
+            let (engine, events) = with_options(&setup, &DpPlan { output_card, chunk_weights: None }, 3);
+            assert_eq!(engine.cards()[0], output_card);
+            let gathers = events[1].spans.iter().filter(|span| span.phase == Phase::Gather);
+            assert!(gathers.clone().count() == 1 && gathers.clone().all(|span| span.card == output_card));
+            (losses(&events), engine.state().digest().unwrap())
+        };
+        let first = of(0);
+        assert_eq!(of(1), first, "{}", setup.0.name());
+        assert_eq!(of(2), first, "{}", setup.0.name());
+    }
+}
+
+#[test]
+fn chunk_weights_follow_their_cards_and_train_as_single_does() {
+    for setup in [mlp(), convnet(false)] {
+        let mut one = single(&setup, SGD);
+        let expected = run(&mut one, loader(&setup, 3, Cut::PerRank(4)), 20).unwrap();
+        for output_card in [0, 2] {
+            let plan = DpPlan { output_card, chunk_weights: Some(vec![1.0, 5.0, 0.01]) };
+            let (engine, events) = with_options(&setup, &plan, 3);
+            let what = format!("{}, output card {output_card}", setup.0.name());
+            assert_losses_agree(&events, &expected, 1e-4, &what);
+            assert_weights_agree(engine.state(), one.state(), 1e-3, &what);
+            // Two of twelve rows, ten, and none.
+            let worked =
+                |card| events[1].spans.iter().any(|span| span.card == card && span.phase == Phase::Forward);
+            assert_eq!([0, 1, 2].map(worked), [true, true, false], "{what}");
+        }
+    }
 }
 
 #[test]

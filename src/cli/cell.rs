@@ -5,7 +5,7 @@ use super::peers;
 use super::request::Request;
 use super::row::Row;
 use crate::card::Meter;
-use crate::config::EngineKind;
+use crate::config::{EngineKind, Layout};
 use crate::error::{Error, Result};
 use crate::launch::{Group, Job, Limits, MemoryFile, Message, Mode, Program, StoreAddress};
 use crate::metrics::record::{CardInfo, SampleRow};
@@ -73,6 +73,10 @@ pub(crate) fn run(
         let jobs = jobs(cell, request, world_size, &meter, store.as_ref());
         for (log, job) in logs.iter_mut().zip(&jobs) {
             log.cards = job.own_cards().iter().map(|card| card.index).collect();
+            log.weights = match engine {
+                EngineKind::Dp => job.plan.dp.weights_of(&log.cards),
+                _ => None,
+            };
         }
         let limits = Limits {
             grace,
@@ -118,7 +122,7 @@ fn jobs(
         round: cell.round,
         rank,
         world_size,
-        cards: cards_of(cell.row.engine, &request.cards).to_vec(),
+        cards: in_order(&cell.row, cards_of(cell.row.engine, &request.cards)),
         store: store.map(|store| StoreAddress::File(store.path())),
         meter: Some(meter.path()),
         init: cell.init.clone(),
@@ -128,6 +132,14 @@ fn jobs(
         mode: cell.mode,
     };
     (0..world_size).map(job).collect()
+}
+
+/// A row's cards, in the order in which its engine lists them.
+fn in_order(row: &Row, cards: &[CardInfo]) -> Vec<CardInfo> {
+    match row.engine.layout() {
+        Layout::OneProcess => row.plan.dp.order(cards.to_vec()),
+        Layout::OneCard | Layout::ProcessPerCard => cards.to_vec(),
+    }
 }
 
 /// Whom the processes of an engine work for: ours say it by thread.

@@ -6,6 +6,7 @@ use crate::card::{Topology, VirtualCard, virtual_cards};
 use crate::config::{BUILTIN, DeviceChoice, EngineKind, Machine, Overrides, Plan, Uneven, builtin, resolve};
 use crate::error::{Error, Kind, Result};
 use crate::metrics::record::{CardInfo, CardKind, Warning};
+use crate::metrics::stats::{Resource, Unbalanced, unbalanced};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -74,7 +75,9 @@ pub(crate) fn decide(config: Option<&str>, overrides: &Overrides, uneven: Uneven
     plan.run.device = device(plan.run.device)?;
     let threads = plan.run.cards.saturating_mul(plan.run.threads_per_card);
     let cards = virtual_cards(&topology.cores_for(threads), plan.run.cards, plan.run.threads_per_card);
+    let cards: Vec<CardInfo> = cards.iter().map(card_info).collect();
     let mut warnings: Vec<Warning> = shared_cores(&plan, threads, cores).into_iter().collect();
+    warnings.extend(unbalanced(&cards).map(cards_unbalanced));
     warnings.extend(without_torch_dp(&mut plan)?);
     warnings.extend(plan.run.tf32.then(|| Warning {
         code: "tf32_without_cuda".to_owned(),
@@ -82,7 +85,7 @@ pub(crate) fn decide(config: Option<&str>, overrides: &Overrides, uneven: Uneven
         hint: None,
     }));
     let source = Source { name, text, overrides: overrides.clone(), machine, uneven };
-    Ok(Request { plan, cards: cards.iter().map(card_info).collect(), warnings, source })
+    Ok(Request { plan, cards, warnings, source })
 }
 
 /// PyTorch's `nn.DataParallel` has no CPU form: it is left out where it came along with the other peers,
@@ -193,6 +196,22 @@ fn shared_cores(plan: &Plan, threads: usize, cores: usize) -> Option<Warning> {
     })
 }
 
+fn cards_unbalanced(found: Unbalanced) -> Warning {
+    let Unbalanced { resource, smallest, largest, share } = found;
+    let what = match resource {
+        Resource::Memory => "memory",
+        Resource::Cores => "cores",
+    };
+    Warning {
+        code: "cards_unbalanced".to_owned(),
+        message: format!(
+            "card {smallest} has {:.0} % of the {what} of card {largest}: the others wait for it, and scaling efficiency means nothing",
+            100.0 * share
+        ),
+        hint: Some(format!("leave card {smallest} out, or give it less under dp with dp.chunk_weights")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -205,6 +224,20 @@ mod tests {
         assert_eq!(with_scaling_baseline(&[Single, Dp, Ddp], 1), [Single, Dp, Ddp]);
         assert_eq!(with_scaling_baseline(&[Dp, Ddp], 2), [Dp, Ddp]);
         assert_eq!(with_scaling_baseline(&[Single], 2), [Single]);
+    }
+
+    // Field case 016.
+    #[test]
+    fn a_smaller_card_is_warned_of_by_name() {
+        let found = Unbalanced { resource: Resource::Memory, smallest: 0, largest: 1, share: 0.6 };
+        let warning = cards_unbalanced(found);
+        assert_eq!(warning.code, "cards_unbalanced");
+        assert!(
+            warning.message.starts_with("card 0 has 60 % of the memory of card 1: "),
+            "{}",
+            warning.message
+        );
+        assert!(warning.hint.unwrap().contains("dp.chunk_weights"));
     }
 
     #[test]

@@ -268,7 +268,9 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
     Ok(match job.engine {
         EngineKind::Single | EngineKind::SinglePerCard => Box::new(Single::new(build()?, recipe)),
         EngineKind::Dp => {
+            let cards: Vec<usize> = job.cards.iter().map(|card| card.index).collect();
             let options = dp::Options {
+                chunk_weights: plan.dp.weights_of(&cards),
                 threads_per_card: plan.run.threads_per_card,
                 deadline: deadline(job),
                 meter: Some(meter.clone()),

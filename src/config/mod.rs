@@ -8,8 +8,10 @@ mod plan;
 mod resolve;
 mod schema;
 mod settings;
+mod shares;
 
 pub use builtin::{BUILTIN, builtin};
 pub use plan::*;
 pub use resolve::{Machine, Uneven, resolve};
 pub use settings::Overrides;
+pub use shares::shares;

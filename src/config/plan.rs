@@ -425,6 +425,23 @@ pub struct DpPlan {
     pub chunk_weights: Option<Vec<f64>>,
 }
 
+impl DpPlan {
+    /// Card numbers in DataParallel's order, the output card first, as in PyTorch's `device_ids`: what this
+    /// changes is which card does what, never which rows go together.
+    pub fn order<T>(&self, mut cards: Vec<T>) -> Vec<T> {
+        if let Some(up_to_output) = cards.get_mut(..=self.output_card) {
+            up_to_output.rotate_right(1);
+        }
+        cards
+    }
+
+    /// The weights of these cards, in their order.
+    pub fn weights_of(&self, cards: &[usize]) -> Option<Vec<f64>> {
+        let weights = self.chunk_weights.as_ref()?;
+        cards.iter().map(|card| weights.get(*card).copied()).collect()
+    }
+}
+
 /// DistributedDataParallel's options, PyTorch's names and defaults.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DdpPlan {

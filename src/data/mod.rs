@@ -9,4 +9,4 @@ mod sampler;
 
 pub use dataset::{Batch, Dataset, open};
 pub use loader::{Cut, Loader, LoaderOptions, Part};
-pub use sampler::{DistributedSampler, Shares, batches, chunk_sizes, chunks, randperm};
+pub use sampler::{DistributedSampler, Shares, batches, chunks, randperm};

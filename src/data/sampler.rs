@@ -5,6 +5,7 @@
 //! or dropping samples at the end as DistributedSampler does; [`chunks`] sees every sample once and cuts
 //! each global batch as `tensor.chunk` does, so that ranks may get unequal parts or none.
 
+use crate::config::shares;
 use rand_mt::Mt;
 
 /// One step's rows, by rank.
@@ -108,7 +109,7 @@ pub fn chunks(sampler: &DistributedSampler, epoch: u64, global: usize) -> Vec<Sh
         .chunks(global)
         .filter(|batch| batch.len() == global || !sampler.drop_last)
         .map(|batch| {
-            chunk_sizes(batch.len(), sampler.world_size)
+            shares(batch.len(), sampler.world_size, None)
                 .into_iter()
                 .scan(0, |first, rows| {
                     *first += rows;
@@ -117,13 +118,6 @@ pub fn chunks(sampler: &DistributedSampler, epoch: u64, global: usize) -> Vec<Sh
                 .collect()
         })
         .collect()
-}
-
-/// Rows by card as `tensor.chunk` cuts them: ceil(rows / cards) each while they last, so 9 on 4 is
-/// 3, 3, 3, 0. Always `cards` long.
-pub fn chunk_sizes(rows: usize, cards: usize) -> Vec<usize> {
-    let share = rows.div_ceil(cards);
-    (0..cards).map(|card| rows.saturating_sub(card * share).min(share)).collect()
 }
 
 #[cfg(test)]
@@ -236,16 +230,5 @@ mod tests {
         );
         let dropping = DistributedSampler { drop_last: true, ..sampler(12, 4) };
         assert_eq!(chunks(&dropping, 0, 9).len(), 1);
-    }
-
-    // Field cases 001 and 002.
-    #[test]
-    fn chunk_sizes_are_tensor_chunks() {
-        assert_eq!(chunk_sizes(9, 4), [3, 3, 3, 0]);
-        assert_eq!(chunk_sizes(10, 4), [3, 3, 3, 1]);
-        assert_eq!(chunk_sizes(4, 4), [1, 1, 1, 1]);
-        assert_eq!(chunk_sizes(20, 8), [3, 3, 3, 3, 3, 3, 2, 0]);
-        assert_eq!(chunk_sizes(2, 4), [1, 1, 0, 0]);
-        assert_eq!(chunk_sizes(0, 3), [0, 0, 0]);
     }
 }

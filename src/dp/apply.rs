@@ -68,6 +68,8 @@ pub(super) struct Replica {
     orders: Option<SyncSender<Order>>,
     answers: Receiver<(Result<Answer>, Vec<Span>)>,
     asked: u32,
+    /// Whether an answer is still to come.
+    owes: bool,
     thread: Option<JoinHandle<()>>,
     abort: Arc<AtomicU32>,
     patience: Duration,
@@ -112,6 +114,7 @@ impl Replica {
             orders: Some(orders),
             answers,
             asked: 1,
+            owes: true,
             thread: Some(thread),
             abort: Arc::clone(abort),
             patience: options.deadline,
@@ -162,6 +165,7 @@ impl Replica {
             return Err(self.lost(self.ended()));
         }
         self.asked = self.asked.wrapping_add(1);
+        self.owes = true;
         signal(&self.link.orders, |orders| {
             orders.fetch_add(1, Relaxed);
         });
@@ -170,6 +174,7 @@ impl Replica {
 
     fn answer(&mut self, waiter: &Waiter<'_>, spans: &mut Vec<Span>) -> Result<Answer> {
         let asked = self.asked;
+        self.owes = false;
         let arrived = waiter.wait(&self.link.answers, |answers| answers == asked);
         let (answer, worked) = match arrived {
             Ok(()) => self.answers.try_recv().map_err(|_| self.lost(self.ended()))?,
@@ -206,6 +211,11 @@ impl Replica {
         signal(&self.link.orders, |orders| {
             orders.fetch_add(1, Relaxed);
         });
+    }
+
+    /// Whether it was asked something that nobody has heard the answer to.
+    pub(super) fn owes_an_answer(&self) -> bool {
+        self.owes
     }
 
     /// The card's number.

@@ -42,6 +42,11 @@ use tch::Tensor;
 pub struct Options {
     /// Axis along which batches are cut and outputs put together. Only 0 is supported.
     pub dim: i64,
+    /// Share of a batch of each card, in the order of the cards, as positive numbers; `None` cuts as
+    /// `tensor.chunk` does. An experiment that PyTorch has not: card 0 does more than the others, so give it
+    /// less to compute. See [`crate::config::shares`]; a card of little weight may get no rows and then does
+    /// not run.
+    pub chunk_weights: Option<Vec<f64>>,
     /// Intra-op threads of each card. Also set for the thread that calls [`DataParallel::new`], which works
     /// for card 0: with libtorch's default, all cores, it would take them from the other cards.
     pub threads_per_card: usize,
@@ -59,6 +64,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             dim: 0,
+            chunk_weights: None,
             threads_per_card: 1,
             deadline: Duration::from_secs(60),
             meter: None,
@@ -70,9 +76,10 @@ impl Default for Options {
 
 /// One model on several cards: a batch goes in, the outputs of all cards come out as one tensor.
 ///
-/// The first card of the list is "card 0": its work runs on the thread that calls, its model is the one that
-/// is trained, saved and looked at. Batches are cut as `tensor.chunk` cuts them; cards that get no rows are
-/// not called. One card, or one row, takes the plain path: no copies, no threads.
+/// The first card of the list is "card 0", whatever its number, as the first of PyTorch's `device_ids` is: its
+/// work runs on the thread that calls, it gathers, reduces and updates, its model is the one that is trained,
+/// saved and looked at. Batches are cut as `tensor.chunk` cuts them, or by [`Options::chunk_weights`]; cards
+/// that get no rows are not called. One card, or one row, takes the plain path: no copies, no threads.
 ///
 /// What is defined beyond PyTorch, or differs:
 /// - A model returns one tensor, not a structure of them: what differs between cards in more than its rows is
@@ -80,7 +87,8 @@ impl Default for Options {
 ///   outputs can compute its own loss from them.
 /// - Replicas live as long as this value, so what a model counts in fields of its own counts on, on each card
 ///   for the forwards of that card. State that training needs belongs into buffers: those are copied from
-///   card 0 before every forward, and what card 0's forward writes to its own is kept, the rest dropped.
+///   card 0 before every forward, and what card 0's forward writes to its own is kept, the rest dropped. A
+///   card 0 without rows writes nothing.
 /// - A weight without gradient on all cards keeps none; see [`Self::without_gradient`].
 /// - Models that draw random numbers share libtorch's one CPU generator: their draws depend on timing.
 /// - After a failed step the gradients are undefined (as after `zero_grad`), and the next step may be tried,
@@ -102,14 +110,18 @@ pub struct DataParallel {
 enum Pending {
     /// One card worked: the output is the model's own.
     Plain,
-    /// Several did: their outputs were copied into `leaf`; `own` is card 0's.
-    Gathered { leaf: Tensor, own: Tensor, layout: Layout },
+    /// Others did, or several: their outputs were copied into `leaf`.
+    Gathered { leaf: Tensor, own: Option<Tensor>, worked: Vec<usize>, layout: Layout },
 }
 
 /// What backward starts from.
 enum Seed {
     Plain(Tensor),
-    Slices { own: Tensor, slices: Vec<Tensor> },
+    /// By position of the card; `own` is the output of the card at position 0, if it worked.
+    Slices {
+        own: Option<Tensor>,
+        slices: Vec<(usize, Tensor)>,
+    },
 }
 
 impl DataParallel {
@@ -216,56 +228,68 @@ impl DataParallel {
 
     fn run_forward(&mut self, input: &Tensor, mode: Mode, recorder: &mut Recorder) -> Result<Gathered> {
         self.pending = None;
-        let chunks = recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len()))?;
-        let rows = chunks.iter().map(|chunk| chunk.size()[0] as usize).collect::<Vec<_>>();
-        if let Some(flat) = self.flat.as_ref().filter(|_| rows.len() > 1) {
+        let weights = self.options.chunk_weights.as_deref();
+        let chunks = recorder.time(Phase::Scatter, || scatter::chunks(input, self.cards.len(), weights))?;
+        let worked: Vec<usize> =
+            chunks.iter().enumerate().filter_map(|(card, chunk)| chunk.as_ref().map(|_| card)).collect();
+        let rows = chunks.iter().flatten().map(|chunk| chunk.size()[0] as usize).collect();
+        let plain = worked == [0];
+        if let Some(flat) = self.flat.as_ref().filter(|_| !plain) {
             recorder.time(Phase::Replicate, || flat.update(&mut self.snapshot))?;
         }
         let (own, others) = self.parallel_apply(chunks, mode, recorder)?;
-        let output = if others.is_empty() {
-            self.pending = (mode == Mode::Train).then_some(Pending::Plain);
-            own
-        } else {
-            recorder.time(Phase::Gather, || self.gather(own, others, mode))?
+        let output = match own {
+            Some(own) if plain => {
+                self.pending = (mode == Mode::Train).then_some(Pending::Plain);
+                own
+            }
+            own => recorder.time(Phase::Gather, || self.gather(own, others, worked, mode))?,
         };
         Ok(Gathered { output, rows })
     }
 
-    /// Forward on as many cards as there are chunks: card 0's output and the data of the others'.
+    /// Forward on the cards that have a chunk: card 0's output and the data of the others'.
     fn parallel_apply(
         &mut self,
-        chunks: Vec<Tensor>,
+        chunks: Vec<Option<Tensor>>,
         mode: Mode,
         recorder: &mut Recorder,
-    ) -> Result<(Tensor, Vec<Tensor>)> {
-        let helpers = chunks.len() - 1;
+    ) -> Result<(Option<Tensor>, Vec<Tensor>)> {
         let mut chunks = chunks.into_iter();
-        let first = chunks.next();
+        let first = chunks.next().flatten();
         for (replica, chunk) in self.replicas.iter_mut().zip(chunks) {
-            replica.forward(recorder.step(), chunk, mode)?;
-        }
-        let own = timed(recorder, self.options.inject.as_ref(), Phase::Forward, || match &first {
-            Some(chunk) => {
-                apply::guarded(|| apply::forward(&*self.model, chunk, mode, self.options.precision))
+            if let Some(chunk) = chunk {
+                replica.forward(recorder.step(), chunk, mode)?;
             }
-            None => Err(Error::usage("a forward without rows")),
+        }
+        let (inject, precision) = (self.options.inject.as_ref(), self.options.precision);
+        let own = first.map(|chunk| {
+            timed(recorder, inject, Phase::Forward, || {
+                apply::guarded(|| apply::forward(&*self.model, &chunk, mode, precision))
+            })
         });
-        let own = self.on_first_card(own);
-        let others = recorder.time(Phase::Wait, || {
-            self.collect_from(helpers, |replica, waiter, spans| replica.output(waiter, spans))
-        });
+        let own = self.on_first_card(own.transpose());
+        let others = recorder
+            .time(Phase::Wait, || self.collect(|replica, waiter, spans| replica.output(waiter, spans)));
         // Only now that all have been waited for may the first card's error end the step.
         Ok((own?, others?))
     }
 
-    /// One output from those of several cards; in training a leaf, from which backward starts.
-    fn gather(&mut self, own: Tensor, others: Vec<Tensor>, mode: Mode) -> Result<Tensor> {
-        let mut outputs = vec![own.f_detach()?];
+    /// One output from those of the cards at these positions; in training a leaf, from which backward starts.
+    fn gather(
+        &mut self,
+        own: Option<Tensor>,
+        others: Vec<Tensor>,
+        worked: Vec<usize>,
+        mode: Mode,
+    ) -> Result<Tensor> {
+        let mut outputs: Vec<Tensor> = own.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
         outputs.extend(others);
-        let (output, layout) = gather::gather(&outputs, &self.cards)?;
+        let cards: Vec<usize> = worked.iter().map(|position| self.cards[*position]).collect();
+        let (output, layout) = gather::gather(&outputs, &cards)?;
         if mode == Mode::Train {
             let leaf = output.f_set_requires_grad(output.is_floating_point())?;
-            self.pending = Some(Pending::Gathered { leaf, own, layout });
+            self.pending = Some(Pending::Gathered { leaf, own, worked, layout });
         }
         Ok(output)
     }
@@ -275,13 +299,14 @@ impl DataParallel {
         match self.pending.take() {
             None => Err(Error::usage("backward without a forward in training before it")),
             Some(Pending::Plain) => Ok(Seed::Plain(loss.shallow_clone())),
-            Some(Pending::Gathered { leaf, own, layout }) => {
+            Some(Pending::Gathered { leaf, own, worked, layout }) => {
                 grad::backward(&[loss], &[None])?;
                 let gradient = grad::grad(&leaf).ok_or_else(|| {
                     Error::usage("the loss does not depend on the output of the last forward")
                         .hint("call backward with a loss computed from that output before the next forward")
                 })?;
-                Ok(Seed::Slices { own, slices: gather::slices(&gradient, &layout)? })
+                let slices = gather::slices(&gradient, &layout)?;
+                Ok(Seed::Slices { own, slices: worked.into_iter().zip(slices).collect() })
             }
         }
     }
@@ -307,19 +332,21 @@ impl DataParallel {
             }
             Seed::Slices { own, slices } => (own, slices),
         };
-        let mut slices = slices.into_iter();
-        let first = slices.next();
-        let helpers = slices.len();
-        for (replica, slice) in self.replicas.iter_mut().zip(slices) {
-            replica.backward(slice)?;
+        let mut first = None;
+        for (position, slice) in slices {
+            match position.checked_sub(1) {
+                None => first = Some(slice),
+                Some(replica) => self.replicas[replica].backward(slice)?,
+            }
         }
-        let own = timed(recorder, inject.as_ref(), Phase::Backward, || match &first {
-            Some(slice) => apply::guarded(|| apply::backward(&own, slice)),
-            None => Ok(()),
+        let own = own.zip(first).map_or(Ok(()), |(output, slice)| {
+            timed(recorder, inject.as_ref(), Phase::Backward, || {
+                apply::guarded(|| apply::backward(&output, &slice))
+            })
         });
         let own = self.on_first_card(own);
         let parameters = self.parameters();
-        let others = self.collect_from(helpers, |replica, waiter, spans| {
+        let others = self.collect(|replica, waiter, spans| {
             let gradients = recorder.time(Phase::Wait, || replica.gradients(waiter, spans))?;
             recorder.time(Phase::Reduce, || reduce::add(&parameters, gradients))
         });
@@ -331,25 +358,17 @@ impl DataParallel {
         result.map_err(|error| error.context(format_args!("card {}", self.cards[0])))
     }
 
+    /// Hears, in card order, the replicas that owe an answer. All are heard before the first error is reported,
+    /// so that none is left working on a step that is over; a missed deadline ends it for all.
     fn collect<T>(
         &mut self,
-        ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>,
-    ) -> Result<Vec<T>> {
-        self.collect_from(self.replicas.len(), ask)
-    }
-
-    /// Asks the first `count` replicas in card order. All are heard before the first error is reported, so that
-    /// none is left working on a step that is over; a missed deadline ends it for all.
-    fn collect_from<T>(
-        &mut self,
-        count: usize,
         mut ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>,
     ) -> Result<Vec<T>> {
         let meter = self.options.meter.as_deref().map(|meter| meter.card(self.cards[0]));
         let waiter = Waiter { meter, abort: Some(&self.abort), deadline: self.options.deadline };
         let spans = &mut self.spans;
-        let answers: Vec<Result<T>> =
-            self.replicas.iter_mut().take(count).map(|replica| ask(replica, &waiter, spans)).collect();
+        let owing = self.replicas.iter_mut().filter(|replica| replica.owes_an_answer());
+        let answers: Vec<Result<T>> = owing.map(|replica| ask(replica, &waiter, spans)).collect();
         answers.into_iter().collect()
     }
 }
@@ -365,6 +384,16 @@ fn check(cards: &[VirtualCard], options: &Options) -> Result<()> {
             options.dim
         ))
         .hint("move the axis that counts samples to the front, as with input.transpose(0, 1)"));
+    }
+    if let Some(weights) = &options.chunk_weights {
+        if weights.len() != cards.len() {
+            return Err(Error::usage(format!("{} chunk weights for {} cards", weights.len(), cards.len()))
+                .hint("give one weight a card, in the order of the cards"));
+        }
+        if let Some(weight) = weights.iter().find(|weight| !weight.is_finite() || **weight <= 0.0) {
+            return Err(Error::usage(format!("a chunk weight is {weight}"))
+                .hint("weights are positive; leave a card out of the list to give it nothing"));
+        }
     }
     let twice = cards
         .iter()

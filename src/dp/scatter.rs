@@ -1,13 +1,13 @@
-//! Scatter: a batch is cut along axis 0 as `tensor.chunk` cuts it, and every card fetches its own part.
+//! Scatter: a batch is cut along axis 0, and every card fetches its own part.
 
-use crate::data::chunk_sizes;
+use crate::config::shares;
 use crate::error::{Error, Result};
 use crate::torch::no_grad;
 use tch::Tensor;
 
-/// Views of the rows of each card, in card order. Shorter than `cards` where there is nothing left for the
-/// last ones: 9 rows on 4 cards are 3, 3 and 3.
-pub(super) fn chunks(input: &Tensor, cards: usize) -> Result<Vec<Tensor>> {
+/// Views of the rows of each of `cards`, in card order; `None` for a card that gets none. Without weights
+/// as `tensor.chunk` cuts, so that 9 rows on 4 cards are 3, 3, 3 and `None`.
+pub(super) fn chunks(input: &Tensor, cards: usize, weights: Option<&[f64]>) -> Result<Vec<Option<Tensor>>> {
     let rows = input.size().first().copied().unwrap_or(0);
     if rows == 0 {
         return Err(Error::usage(format!(
@@ -16,15 +16,16 @@ pub(super) fn chunks(input: &Tensor, cards: usize) -> Result<Vec<Tensor>> {
         ))
         .hint("give a batch whose axis 0 counts samples"));
     }
-    let sizes: Vec<i64> = chunk_sizes(rows as usize, cards).into_iter().map(|size| size as i64).collect();
-    split(input, &sizes)
+    let sizes: Vec<i64> = shares(rows as usize, cards, weights).into_iter().map(|size| size as i64).collect();
+    let parts = split(input, &sizes)?;
+    Ok(parts.into_iter().zip(sizes).map(|(part, size)| (size > 0).then_some(part)).collect())
 }
 
-/// Views of consecutive rows; stops at the first empty part.
+/// Views of consecutive rows.
 pub(super) fn split(tensor: &Tensor, sizes: &[i64]) -> Result<Vec<Tensor>> {
     let mut first = 0;
     let mut parts = Vec::with_capacity(sizes.len());
-    for &size in sizes.iter().take_while(|size| **size > 0) {
+    for &size in sizes {
         parts.push(tensor.f_narrow(0, first, size)?);
         first += size;
     }
@@ -47,6 +48,10 @@ mod tests {
         parts.iter().map(|part| part.size()[0]).collect()
     }
 
+    fn given(parts: Vec<Option<Tensor>>) -> Vec<Tensor> {
+        parts.into_iter().flatten().collect()
+    }
+
     // Field case 001: and what libtorch itself does with the same numbers.
     #[test]
     fn chunks_are_tensor_chunks() {
@@ -54,7 +59,9 @@ mod tests {
             [(9, 4, vec![3, 3, 3]), (10, 4, vec![3, 3, 3, 1]), (4, 4, vec![1; 4]), (2, 3, vec![1, 1])]
         {
             let input = Tensor::arange(samples * 2, (Kind::Float, Device::Cpu)).reshape([samples, 2]);
-            let parts = chunks(&input, cards).unwrap();
+            let parts = chunks(&input, cards, None).unwrap();
+            assert_eq!(parts.len(), cards);
+            let parts = given(parts);
             assert_eq!(rows(&parts), expected);
             assert_eq!(rows(&input.chunk(cards as i64, 0)), expected);
             assert_eq!(Tensor::cat(&parts, 0), input);
@@ -62,9 +69,20 @@ mod tests {
     }
 
     #[test]
+    fn weights_decide_who_gets_what_and_who_gets_nothing() {
+        let input = Tensor::arange(20, (Kind::Float, Device::Cpu)).reshape([10, 2]);
+        let parts = chunks(&input, 3, Some(&[1.0, 0.01, 3.0])).unwrap();
+        assert!(parts[0].is_some() && parts[1].is_none());
+        let parts = given(parts);
+        // Quotas 2.494, 0.025 and 7.481: the row left over goes to the first.
+        assert_eq!(rows(&parts), [3, 7]);
+        assert_eq!(Tensor::cat(&parts, 0), input);
+    }
+
+    #[test]
     fn an_input_without_rows_is_refused() {
         for shape in [vec![], vec![0, 3]] {
-            let error = chunks(&Tensor::zeros(&shape, (Kind::Float, Device::Cpu)), 2).unwrap_err();
+            let error = chunks(&Tensor::zeros(&shape, (Kind::Float, Device::Cpu)), 2, None).unwrap_err();
             assert!(error.to_string().contains("has no rows"), "{error}");
         }
     }

@@ -166,6 +166,61 @@ fn adam_trains_as_on_one_card_too() {
     assert_close(&our_weights, &weights, "weights");
 }
 
+fn weighted(
+    weights: &[f64],
+    factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
+) -> Result<DataParallel> {
+    let list: Vec<usize> = (0..weights.len()).collect();
+    let options = Options { chunk_weights: Some(weights.to_vec()), ..Options::default() };
+    DataParallel::new(&cards(&list), options, factory)
+}
+
+#[test]
+fn weights_change_who_computes_and_not_what() {
+    for (weights, shares) in [
+        (&[1.0, 2.0][..], &[3, 7][..]),
+        (&[2.0, 1.0, 1.0], &[5, 3, 2]),
+        // Cards without rows: the last, one between, the first, all but the last.
+        (&[1.0, 1.0, 0.01], &[5, 5]),
+        (&[1.0, 0.01, 1.0], &[5, 5]),
+        (&[0.01, 1.0, 1.0], &[5, 5]),
+        (&[0.01, 0.01, 1.0], &[10]),
+    ] {
+        let mut parallel = weighted(weights, two_layers).unwrap();
+        assert_eq!(parallel.forward(&batch(10, 0).0).unwrap().rows, shares, "{weights:?}");
+        let (losses, expected) = alone(SGD, 20, 10);
+        let (ours, our_weights) = train(&mut parallel, SGD, 20, 10);
+        assert_close(&ours, &losses, &format!("losses with {weights:?}"));
+        assert_close(&our_weights, &expected, &format!("weights with {weights:?}"));
+    }
+}
+
+#[test]
+fn a_card_0_without_rows_does_not_run_and_leaves_its_buffers() {
+    let mut parallel = weighted(&[0.01, 1.0, 1.0], running_mean).unwrap();
+    let before = values(parallel.state());
+    let mut recorder = Recorder::new(0);
+    let input = numbers(&[4, 3], 0.0);
+    let gathered = parallel.run_forward(&input, Mode::Train, &mut recorder).unwrap();
+    assert_eq!(gathered.output.size(), [4, 3]);
+    assert!(recorder.drain().iter().all(|span| span.phase != Phase::Forward));
+    let worked = |card| parallel.spans.iter().any(|span| span.card == card && span.phase == Phase::Forward);
+    assert!(worked(1) && worked(2));
+    assert_eq!(values(parallel.state()), before);
+    let evaluated = parallel.evaluate(&input).unwrap();
+    assert_close(&flat(&evaluated.output), &flat(&(input * numbers(&[3], 0.0))), "evaluation");
+}
+
+#[test]
+fn weights_that_cannot_be_are_refused() {
+    let error = |weights: &[f64]| weighted(weights, two_layers).err().unwrap().to_string();
+    assert_eq!(error(&[1.0, 0.0]), "a chunk weight is 0");
+    assert_eq!(error(&[1.0, f64::NAN]), "a chunk weight is NaN");
+    let options = Options { chunk_weights: Some(vec![1.0]), ..Options::default() };
+    let error = DataParallel::new(&cards(&[0, 1]), options, two_layers).err().unwrap();
+    assert_eq!(error.to_string(), "1 chunk weights for 2 cards");
+}
+
 // Field case 001.
 #[test]
 fn cards_without_rows_are_not_called_and_rows_keep_their_order() {
@@ -342,6 +397,39 @@ fn a_thousand_steps_give_the_same_bits_twice() {
     assert_eq!(run(), run());
 }
 
+thread_local! {
+    static HOOK: std::cell::RefCell<Option<grad::Hook>> = const { std::cell::RefCell::new(None) };
+}
+
+// Field case 020: a hook set anew before every forward, on four threads at once.
+#[test]
+fn callbacks_of_replica_threads_are_counted_exactly() {
+    let calls: Arc<Vec<AtomicUsize>> = Arc::new((0..4).map(|_| AtomicUsize::new(0)).collect());
+    let counted = Arc::clone(&calls);
+    let mut parallel = parallel(4, move |card| {
+        let calls = Arc::clone(&counted);
+        toy(
+            |state| drop(state.parameter("weight", numbers(&[3], 0.0))),
+            move |state, input, _| {
+                let calls = Arc::clone(&calls);
+                let count = move || {
+                    calls[card].fetch_add(1, SeqCst);
+                    Ok(())
+                };
+                let hook = grad::on_gradient(entry(state, 0), count)?;
+                HOOK.with_borrow_mut(|slot| *slot = Some(hook));
+                Ok(input * entry(state, 0))
+            },
+        )
+    });
+    let mut optimizer = Optimizer::new(SGD, parallel.parameters());
+    for step in 0..1000 {
+        let (input, target) = (numbers(&[8, 3], f64::from(step)), numbers(&[8, 3], 1.0));
+        parallel.step(&input, &target, squared_error, &mut optimizer).unwrap();
+    }
+    assert_eq!(calls.iter().map(|calls| calls.load(SeqCst)).collect::<Vec<_>>(), [1000; 4]);
+}
+
 // Field case 022: weights in a list, one of them used on card 0 only.
 #[test]
 fn weights_that_one_card_does_not_use_are_summed_right() {
@@ -513,6 +601,7 @@ fn a_card_that_fails_to_build_is_named() {
     assert!(error.to_string().starts_with("card 1: its model differs from card 0's: "), "{error}");
 }
 
+// Field case 017, as far as it has a meaning without a link between cards.
 #[test]
 fn a_missed_deadline_names_the_card_and_ends_all_work() {
     let trip = Arc::new(Mutex::new(Some(Trip::Sleep(Duration::from_secs(3)))));

@@ -6,7 +6,7 @@
 use super::phase::{CardTotals, Phase, Span, StepReport};
 use super::record::{CardRound, Round, RoundStatus, StepRow};
 use super::stats;
-use crate::config::{EngineKind, Layout};
+use crate::config::{EngineKind, Layout, shares};
 use crate::error::{Error, Kind, Result};
 use crate::units::Nanos;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,8 +17,10 @@ pub const WHOLE_STEP: &str = "step";
 /// Everything one rank reported.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankLog {
-    /// Cards this process works for.
+    /// Cards this process works for, in the order in which a batch is split among them.
     pub cards: Vec<usize>,
+    /// By what weights, in the same order; `None` splits as `tensor.chunk` does.
+    pub weights: Option<Vec<f64>>,
     /// Its steps, in order.
     pub steps: Vec<StepReport>,
     /// Its cards during the measured steps.
@@ -113,10 +115,10 @@ pub fn step_rows(engine: &str, round: usize, rank: usize, log: &RankLog) -> Vec<
     };
     let mut rows = Vec::new();
     for report in &log.steps {
-        let shares = chunk_sizes(report.samples, log.cards.len());
+        let shares = shares(report.samples as usize, log.cards.len(), log.weights.as_deref());
         for (&card, samples) in log.cards.iter().zip(shares) {
             let duration = report.end.since(report.start);
-            rows.push(row(card, report.step, WHOLE_STEP, report.start, duration, Some(samples)));
+            rows.push(row(card, report.step, WHOLE_STEP, report.start, duration, Some(samples as u64)));
         }
         rows.extend(
             report
@@ -126,13 +128,6 @@ pub fn step_rows(engine: &str, round: usize, rank: usize, log: &RankLog) -> Vec<
         );
     }
     rows
-}
-
-/// Samples of each of `cards` when `samples` are split as `tensor.chunk` does: chunks of
-/// `ceil(samples / cards)`, the last ones short or empty.
-pub fn chunk_sizes(samples: u64, cards: usize) -> Vec<u64> {
-    let chunk = samples.div_ceil(cards.max(1) as u64);
-    (0..cards as u64).map(|card| samples.saturating_sub(card * chunk).min(chunk)).collect()
 }
 
 fn corrupt(what: String) -> Error {
@@ -318,6 +313,7 @@ mod tests {
     fn ddp() -> Vec<RankLog> {
         let rank = |card: usize, shift: u64, losses: [f64; 3], samples: [u64; 3], wait: u64| RankLog {
             cards: vec![card],
+            weights: None,
             skipped_steps: 0,
             ready_after: Some(Nanos((300 + shift) * MS)),
             steps: vec![
@@ -511,10 +507,15 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_those_of_tensor_chunk() {
-        assert_eq!(chunk_sizes(9, 4), [3, 3, 3, 0]);
-        assert_eq!(chunk_sizes(8, 4), [2, 2, 2, 2]);
-        assert_eq!(chunk_sizes(1, 2), [1, 0]);
-        assert_eq!(chunk_sizes(0, 2), [0, 0]);
+    fn a_steps_samples_are_those_that_each_card_got() {
+        let samples = |cards: &[usize], weights: Option<Vec<f64>>| {
+            let steps = vec![step(0, 1.0, 10, 0, 1, vec![])];
+            let log = RankLog { cards: cards.to_vec(), weights, steps, ..RankLog::default() };
+            let rows = step_rows("dp", 0, 0, &log);
+            rows.into_iter().map(|row| (row.card, row.samples.unwrap())).collect::<Vec<_>>()
+        };
+        assert_eq!(samples(&[0, 1, 2, 3], None), [(0, 3), (1, 3), (2, 3), (3, 1)]);
+        // Card 1 is the output card and cuts first.
+        assert_eq!(samples(&[1, 0], Some(vec![1.0, 4.0])), [(1, 2), (0, 8)]);
     }
 }

@@ -123,30 +123,27 @@ fn cards(results: &Results, kind: EngineKind) -> Option<String> {
     Some(sentence(&format!("{busy_text}{waiting}")))
 }
 
-/// What card 0 held against the others.
+/// What the card that does more under `dp` held against the others.
 fn memory(results: &Results) -> Option<String> {
     let of = |kind: EngineKind| {
         let summary = results.engines.get(kind.name())?.summary.as_ref()?;
-        let peaks: Vec<u64> = summary.cards.iter().map(|c| c.memory_peak_bytes).collect::<Option<_>>()?;
-        let (first, rest) = peaks.split_first()?;
-        let rest: Vec<f64> = rest.iter().map(|b| *b as f64).collect();
+        let main = if kind == EngineKind::Dp { results.plan.dp.output_card } else { 0 };
+        let mut peaks: Vec<(usize, u64)> =
+            summary.cards.iter().map(|c| Some((c.index, c.memory_peak_bytes?))).collect::<Option<_>>()?;
+        let own = peaks.iter().position(|(card, _)| *card == main).map(|place| peaks.remove(place).1)?;
         let show = |b: f64| bytes(b as u64);
-        (!rest.is_empty()).then(|| {
+        (!peaks.is_empty()).then(|| {
             let name = text::engine(kind.name());
-            format!(
-                "under {name} card 0 peaked at {} and {} at {}",
-                bytes(*first),
-                others(rest.len()),
-                span(&rest, show)
-            )
+            let others = match peaks[..] {
+                [(card, _)] => format!("card {card}"),
+                _ => format!("the other {}", peaks.len()),
+            };
+            let rest: Vec<f64> = peaks.iter().map(|(_, bytes)| *bytes as f64).collect();
+            format!("under {name} card {main} peaked at {} and {others} at {}", bytes(own), span(&rest, show))
         })
     };
     let parts: Vec<String> = [EngineKind::Dp, EngineKind::Ddp].into_iter().filter_map(of).collect();
     (!parts.is_empty()).then(|| sentence(&format!("Memory: {}", parts.join("; "))))
-}
-
-fn others(n: usize) -> String {
-    if n == 1 { "card 1".to_owned() } else { format!("the other {n}") }
 }
 
 /// The engines against one card, where the headline is about the two.

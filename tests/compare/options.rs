@@ -32,6 +32,38 @@ fn an_option_that_is_tried_is_a_row_beside_its_engine() {
 }
 
 #[test]
+fn dp_s_own_options_move_the_work_and_not_the_answer() {
+    let runs = Runs::new();
+    let tried = ["--engines", "dp,ddp", "--ab", "dp.output_card=1", "--ab", "dp.chunk_weights=1,3"];
+    let output = runs.compare("dp", &SHORT).args(tried).output().unwrap();
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let results = runs.results("dp");
+    let options = results["comparison"]["ab"].as_object().unwrap();
+    assert_eq!(options["dp[output_card=1]"]["loss_difference"], Value::from(0.0));
+    assert!(options["dp[chunk_weights=1,3]"]["loss_difference"].as_f64().unwrap() < 1e-4);
+    let steps = std::fs::read_to_string(runs.path("dp").join("steps.csv")).unwrap();
+    // By row: the cards that gathered, and what each card got of a batch.
+    let rows = |row: &str, phase: &str| {
+        let mut lines = csv::Reader::from_reader(steps.as_bytes());
+        let found = lines.records().map(Result::unwrap).filter(|line| &line[0] == row && &line[5] == phase);
+        found.map(|line| (line[3].to_owned(), line[8].to_owned())).collect::<std::collections::BTreeSet<_>>()
+    };
+    let cards = |row: &str| rows(row, "gather").into_iter().map(|(card, _)| card).collect::<Vec<_>>();
+    assert_eq!((cards("dp"), cards("dp[output_card=1]")), (vec!["0".to_owned()], vec!["1".to_owned()]));
+    let batch = results["plan"]["batch"]["global"].as_u64().unwrap();
+    let shares =
+        |zero: u64| [("0".to_owned(), zero.to_string()), ("1".to_owned(), (batch - zero).to_string())];
+    assert_eq!(rows("dp[output_card=1]", "step"), shares(batch / 2).into());
+    assert_eq!(rows("dp[chunk_weights=1,3]", "step"), shares(batch / 4).into());
+    // The heavier card is the one that keeps the weights, the sum and the outputs.
+    let memory = |row: &str, card: usize| {
+        results["engines"][row]["rounds"][0]["cards"][card]["memory_peak_bytes"].as_u64().unwrap()
+    };
+    assert!(memory("dp", 0) > memory("dp", 1));
+    assert!(memory("dp[output_card=1]", 1) > memory("dp[output_card=1]", 0));
+}
+
+#[test]
 fn an_option_that_cannot_be_tried_is_refused_before_anything_is_written() {
     let runs = Runs::new();
     for (option, expected) in [

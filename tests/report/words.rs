@@ -147,6 +147,42 @@ fn with_batch_norm_single_is_left_out_and_that_is_said() {
 }
 
 #[test]
+fn weights_of_dp_s_cards_leave_it_out_where_batch_norm_sees_them() {
+    let mut results = results(5);
+    results.plan.dp.chunk_weights = Some(vec![1.0, 2.0]);
+    stats::conclude(&mut results).unwrap();
+    assert!(results.comparison.losses.checked.starts_with("single, dp, ddp: "));
+    results.plan.model = ModelPlan::Convnet { channels: 1, classes: 10, batch_norm: true };
+    results.engines.get_mut("dp").unwrap().rounds[0].losses[0] *= 2.0;
+    stats::conclude(&mut results).unwrap();
+    let losses = &results.comparison.losses;
+    assert_eq!(losses.agree, None);
+    let reason = losses.reason.as_deref().unwrap();
+    assert!(reason.contains("dp left out: dp.chunk_weights gives BatchNorm other samples"), "{reason}");
+}
+
+// Field case 016.
+#[test]
+fn cards_of_different_sizes_have_no_scaling_efficiency() {
+    let mut results = results(5);
+    let efficiency = |results: &Results| results.engines["ddp"].summary.as_ref().unwrap().scaling_efficiency;
+    assert!(efficiency(&results).weak.is_some() && efficiency(&results).strong.is_some());
+    results.environment.cards[0].cores = Some(vec![0, 2]);
+    stats::conclude(&mut results).unwrap();
+    assert_eq!((efficiency(&results).weak, efficiency(&results).strong), (None, None));
+}
+
+#[test]
+fn what_the_output_card_held_is_said_of_it() {
+    let mut results = results(5);
+    assert!(said(&results).contains("under DP card 0 peaked at "));
+    results.plan.dp.output_card = 1;
+    let text = said(&results);
+    assert!(text.contains("under DP card 1 peaked at ") && text.contains(" and card 0 at "), "{text}");
+    assert!(text.contains("under DDP card 0 peaked at "), "{text}");
+}
+
+#[test]
 fn ranks_whose_weights_differ_disagree() {
     let mut results = results(5);
     results.engines.get_mut("ddp").unwrap().rounds[2].weights_digests[1] = "beef".into();

@@ -1,7 +1,7 @@
 //! Whether the engines computed the same thing: the check that stands beside every speed.
 
 use super::summary::ok_rounds;
-use crate::config::{CommHookPlan, EngineKind, Layout, OptimizerPlan, Plan, Precision};
+use crate::config::{CommHookPlan, EngineKind, OptimizerPlan, Plan, Precision};
 use crate::metrics::record::{EngineRecord, LossAgreement, Results};
 
 /// Steps whose losses are judged. Later ones are shown and not judged: rounding grows from step to
@@ -67,19 +67,15 @@ pub fn relative_difference(a: f64, b: f64) -> f64 {
 ///
 /// Where the model has BatchNorm, those that normalise each replica's own samples cannot agree with those
 /// that normalise the global batch: `single` is left out, or with `ddp.sync_batch_norm`, which makes `ddp`
-/// normalise as `single` does, `dp`. `single_per_card` never takes part: it sees other batches.
+/// normalise as `single` does, `dp`. Nor can `dp` where weights give its replicas other samples than
+/// `ddp`'s. `single_per_card` never takes part: it sees other batches.
 pub fn loss_agreement(results: &Results) -> LossAgreement {
     let tolerance = tolerance(&results.plan);
-    let batch_norm = results.plan.model.has_batch_norm() && results.plan.run.cards > 1;
-    let left_out = batch_norm.then_some(if results.plan.ddp.sync_batch_norm {
-        (Layout::OneProcess, EngineKind::Dp)
-    } else {
-        (Layout::OneCard, EngineKind::Single)
-    });
+    let left_out = left_out(&results.plan);
     let taking_part: Vec<(&str, &EngineRecord)> = EngineKind::ALL
         .into_iter()
         .filter(|kind| *kind != EngineKind::SinglePerCard)
-        .filter(|kind| left_out.is_none_or(|(layout, _)| kind.layout() != layout))
+        .filter(|kind| left_out.iter().all(|(other, _)| other != kind))
         .filter_map(|kind| results.engines.get(kind.name()).map(|record| (kind.name(), record)))
         .filter(|(_, record)| ok_rounds(record).next().is_some())
         .collect();
@@ -98,12 +94,12 @@ pub fn loss_agreement(results: &Results) -> LossAgreement {
         check.digests(name, record);
     }
 
-    let left_out = match left_out {
-        Some((_, kind)) if results.engines.contains_key(kind.name()) => {
-            format!("; {kind} left out: BatchNorm normalises each replica's own samples")
-        }
-        _ => String::new(),
-    };
+    // Whose peer it is stands for the peer.
+    let named = left_out.iter().filter(|(kind, _)| !kind.is_peer());
+    let left_out: String = named
+        .filter(|(kind, _)| results.engines.contains_key(kind.name()))
+        .map(|(kind, why)| format!("; {kind} left out: {why}"))
+        .collect();
     if check.pairs == 0 && check.fault.is_none() {
         let reason = if taking_part.len() < 2 {
             format!("fewer than two engines to compare{left_out}")
@@ -131,6 +127,24 @@ pub fn loss_agreement(results: &Results) -> LossAgreement {
         tolerance: Some(tolerance),
         reason: check.fault,
     }
+}
+
+/// Engines that BatchNorm keeps from agreeing with the others, and why.
+fn left_out(plan: &Plan) -> Vec<(EngineKind, &'static str)> {
+    const PER_REPLICA: &str = "BatchNorm normalises each replica's own samples";
+    if !plan.model.has_batch_norm() || plan.run.cards < 2 {
+        return Vec::new();
+    }
+    if plan.ddp.sync_batch_norm {
+        return vec![(EngineKind::Dp, PER_REPLICA), (EngineKind::TorchDp, PER_REPLICA)];
+    }
+    let mut engines = vec![(EngineKind::Single, PER_REPLICA), (EngineKind::TorchSingle, PER_REPLICA)];
+    if plan.dp.chunk_weights.is_some() {
+        // PyTorch has no weights: torch_dp cuts as ddp does.
+        let why = "dp.chunk_weights gives BatchNorm other samples to normalise together";
+        engines.push((EngineKind::Dp, why));
+    }
+    engines
 }
 
 /// What was compared so far, and the first thing that was wrong.

@@ -4,22 +4,26 @@
 //! infinity in the input is refused by name, so that none can reach a file or a verdict.
 
 mod agreement;
+mod balance;
 mod bootstrap;
 mod describe;
 mod summary;
 
 pub use agreement::{CHECKED_STEPS, loss_agreement, relative_difference, tolerance};
+pub use balance::{Resource, Unbalanced, unbalanced};
 pub use bootstrap::{MIN_ROUNDS, RESAMPLES, median_interval};
 pub use describe::{median, percentile, refuse_non_finite, spread};
 pub use summary::{imbalance, paired_ratios, ratio, scaling, summarise};
 
-use super::record::{AbResult, Comparison, Ratio, Results};
+use super::record::{AbResult, Comparison, Ratio, Results, Scaling};
 use crate::Result;
 use crate::config::EngineKind;
 use std::collections::BTreeMap;
 
 /// Fills in every engine's summary and the comparison, from the rounds that `results` holds. May be
 /// called after every cell: what is already there is computed afresh.
+///
+/// Cards of different sizes have no scaling efficiency: n of them are not n times one of them.
 pub fn conclude(results: &mut Results) -> Result<()> {
     let summaries = results
         .engines
@@ -28,7 +32,11 @@ pub fn conclude(results: &mut Results) -> Result<()> {
             Ok((name.clone(), summarise(name, record, &results.engines, results.plan.run.seed)?))
         })
         .collect::<Result<Vec<_>>>()?;
-    for (name, summary) in summaries {
+    let one_size = unbalanced(&results.environment.cards).is_none();
+    for (name, mut summary) in summaries {
+        if let Some(summary) = summary.as_mut().filter(|_| !one_size) {
+            summary.scaling_efficiency = Scaling::default();
+        }
         if let Some(record) = results.engines.get_mut(&name) {
             record.summary = summary;
         }
