@@ -116,11 +116,47 @@ impl std::error::Error for Error {
 impl From<tch::TchError> for Error {
     fn from(source: tch::TchError) -> Self {
         let text = source.to_string();
-        // libtorch's CPU allocator and CUDA's caching allocator word it differently.
-        let out_of_memory = text.contains("out of memory") || text.contains("can't allocate memory");
-        let kind = if out_of_memory { Kind::OutOfMemory } else { Kind::Torch };
-        // The C++ stack that libtorch appends helps nobody who reads a terminal.
-        let what = text.split("\nException raised from").next().unwrap_or(&text).trim().to_owned();
-        Self::new(kind, what).caused_by(source)
+        from_libtorch(&text).caused_by(source)
+    }
+}
+
+/// What libtorch threw, in one line.
+pub(crate) fn from_libtorch(text: &str) -> Error {
+    // The C++ stack that libtorch appends in several forms helps nobody who reads a terminal.
+    let cuts =
+        ["\nException raised from", "\nframe #", " (most recent call first)", "\nC++ CapturedTraceback"];
+    let end = cuts.iter().filter_map(|cut| text.find(cut)).min().unwrap_or(text.len());
+    let what = text[..end].split_whitespace().collect::<Vec<_>>().join(" ");
+    // Its CPU allocator and CUDA's caching allocator word it differently.
+    let wanted = what.split("you tried to allocate ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    match wanted.and_then(|bytes| bytes.parse().ok()) {
+        Some(bytes) if what.contains("can't allocate memory") => {
+            out_of_memory(format!("out of memory: {} more were wanted", crate::units::bytes(bytes)))
+        }
+        _ if what.contains("out of memory") || what.contains("can't allocate memory") => out_of_memory(what),
+        _ => Error::new(Kind::Torch, what),
+    }
+}
+
+fn out_of_memory(what: String) -> Error {
+    Error::new(Kind::OutOfMemory, what).hint("make the batch or the model smaller, or use more cards")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_libtorch_throws_becomes_one_line_without_its_stack() {
+        let text = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you \
+                    tried to allocate 4398046511104 bytes. Error code 12 (Cannot allocate memory)\n\
+                    frame #0: c10::ThrowEnforceNotMet(char const*, int) + 0x5d (0x7f in libc10.so)\nframe #1: more";
+        let error = from_libtorch(text);
+        assert_eq!(error.kind(), Kind::OutOfMemory);
+        assert_eq!(error.to_string(), "out of memory: 4.0 TiB more were wanted");
+        assert!(error.advice().is_some());
+        let error = from_libtorch("shape mismatch:\n  [2] and [3]\nException raised from f at a.cpp:1");
+        assert_eq!((error.kind(), error.to_string().as_str()), (Kind::Torch, "shape mismatch: [2] and [3]"));
+        assert_eq!(from_libtorch("CUDA out of memory. Tried to allocate 2 GiB").kind(), Kind::OutOfMemory);
     }
 }

@@ -45,8 +45,12 @@ impl Nanos {
 
 /// Bytes for people, in binary units: `1.5 GiB`, `12.0 MiB`, `640 B`.
 pub fn bytes(n: u64) -> String {
-    const UNITS: [(&str, f64); 3] =
-        [("GiB", (1u64 << 30) as f64), ("MiB", (1u64 << 20) as f64), ("KiB", 1024.0)];
+    const UNITS: [(&str, f64); 4] = [
+        ("TiB", (1u64 << 40) as f64),
+        ("GiB", (1u64 << 30) as f64),
+        ("MiB", (1u64 << 20) as f64),
+        ("KiB", 1024.0),
+    ];
     UNITS
         .iter()
         .find(|(_, size)| n as f64 >= *size)

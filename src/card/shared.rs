@@ -35,12 +35,13 @@ impl SharedMemory {
     /// Makes `len` zeroed bytes; `name` shows in `/proc/PID/maps` and is not a path.
     pub fn create(name: &str, len: usize) -> Result<Self> {
         let failed = |error: rustix::io::Errno| {
-            Error::new(
-                Kind::Unavailable,
-                format!("cannot make {len} bytes of shared memory for `{name}`: {error}"),
-            )
-            .hint("use a smaller model or fewer cards, or raise the memory limit of this container")
-            .caused_by(error)
+            let kind = match error {
+                rustix::io::Errno::NOMEM => Kind::OutOfMemory,
+                _ => Kind::Unavailable,
+            };
+            Error::new(kind, format!("cannot make {len} bytes of shared memory for `{name}`: {error}"))
+                .hint("use a smaller model or fewer cards, or raise the memory limit of this container")
+                .caused_by(error)
         };
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(failed)?;

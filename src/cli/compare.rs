@@ -17,6 +17,7 @@ use crate::metrics::sampler::Account;
 use crate::metrics::stats;
 use crate::metrics::{record::Round, round};
 use crate::report;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
@@ -59,6 +60,7 @@ pub(crate) fn run(args: &CompareArgs, argv: Vec<String>, printer: &Printer) -> R
         printer,
         results,
         sampled: Account::default(),
+        exhausted: BTreeMap::new(),
     };
     run.go(args.run.json)
 }
@@ -119,6 +121,8 @@ struct Run<'a> {
     progress: Progress,
     results: Results,
     sampled: Account,
+    /// Rows that ran out of memory, and how: they are not tried again.
+    exhausted: BTreeMap<String, Error>,
 }
 
 impl Run<'_> {
@@ -148,7 +152,14 @@ impl Run<'_> {
         for round in 0..rounds {
             for row in &rows {
                 self.progress.doing(format!("round {}/{rounds} {}", round + 1, row.name));
-                self.measure_cell(row, round)?;
+                match self.exhausted.get(&row.name) {
+                    // It would run out of memory again.
+                    Some(error) => {
+                        let record = round::failed(error);
+                        self.keep(row, record)?;
+                    }
+                    None => self.measure_cell(row, round)?,
+                }
                 cells += 1;
                 self.progress.at((cells * steps_per_round(&self.request)) as u64);
             }
@@ -185,6 +196,11 @@ impl Run<'_> {
         let outcome = cell::run(&cell, &self.request, self.grace, self.stop, write_samples, &mut observe);
         self.sampled = self.sampled.plus(outcome.sampled);
         let record = self.judge(row, round, outcome)?;
+        self.keep(row, record)
+    }
+
+    /// Adds a round to its row and writes what is known.
+    fn keep(&mut self, row: &Row, record: Round) -> Result<()> {
         if let Some(record_of_engine) = self.results.engines.get_mut(&row.name) {
             record_of_engine.rounds.push(record);
         }
@@ -208,7 +224,11 @@ impl Run<'_> {
             Err(error) if matches!(error.kind(), Kind::OutOfMemory | Kind::Torch) => {
                 let message = format!("{name}, round {round}: {error}");
                 self.warn("cell_failed", message, error.advice().map(str::to_owned));
-                Ok(round::failed(&error))
+                let record = round::failed(&error);
+                if error.kind() == Kind::OutOfMemory {
+                    self.exhausted.insert(name.clone(), error);
+                }
+                Ok(record)
             }
             Err(error) if error.kind() == Kind::Interrupted => Err(error),
             Err(error) => Err(error.context(format_args!("{name}, round {round}"))),
@@ -260,13 +280,15 @@ impl Run<'_> {
         self.folder.write_results(&self.results)?;
         drop(self.progress);
         let measured = self.results.engines.values().any(|engine| !engine.rounds.is_empty());
+        // Whoever does not read what is printed still gets the files.
+        let mut told = Ok(());
         if json {
             let text = serde_json::to_string_pretty(&self.results).map_err(|source| {
                 Error::new(Kind::Io, format!("cannot write the results as JSON: {source}"))
             })?;
-            self.printer.data(&text);
+            told = self.printer.data(&text);
         } else if measured {
-            self.printer.data(&report::console(&self.results));
+            told = self.printer.data(&report::console(&self.results));
         }
         if let Err(error) = self.folder.link_latest() {
             self.printer.warning(&Warning {
@@ -280,6 +302,7 @@ impl Run<'_> {
             false => self.folder.path().to_owned(),
         };
         self.printer.status(&format!("wrote {}", page.display()));
+        told?;
         let comparison = &self.results.comparison;
         let differs =
             comparison.losses.agree == Some(false) || comparison.ab.values().any(AbResult::disagrees);

@@ -68,12 +68,12 @@ fn rebuild(args: &ReportArgs, printer: &Printer) -> Result<ExitStatus> {
     for note in &written.notes {
         printer.status(&format!("note: {note}"));
     }
-    printer.data(&written.page.display().to_string());
+    printer.data(&written.page.display().to_string())?;
     Ok(ExitStatus::Success)
 }
 
 fn doctor(args: &DoctorArgs, printer: &Printer) -> Result<ExitStatus> {
     let diagnosis = doctor::diagnose();
-    printer.data(&diagnosis.render(args.json)?);
+    printer.data(&diagnosis.render(args.json)?)?;
     Ok(if diagnosis.can_compare { ExitStatus::Success } else { ExitStatus::Error })
 }

@@ -111,6 +111,10 @@ impl RunFolder {
         let link = out.join(LATEST);
         let new = out.join(format!(".{LATEST}-{}", name.to_string_lossy()));
         let replace = || {
+            // Only what an earlier run made: a file or folder of that name is somebody's.
+            if link.symlink_metadata().is_ok_and(|found| !found.is_symlink()) {
+                return Err(std::io::ErrorKind::AlreadyExists.into());
+            }
             std::os::unix::fs::symlink(name, &new)?;
             std::fs::rename(&new, &link).inspect_err(|_| {
                 let _ = std::fs::remove_file(&new);

@@ -75,11 +75,13 @@ pub(crate) fn run(args: &TrainArgs, printer: &Printer) -> Result<ExitStatus> {
         News::Resumed(epochs) => {
             resumed = Some(epochs);
             printer.status(&format!("resuming after epoch {epochs}"));
+            Ok(())
         }
         News::Epoch(epoch) if !args.run.json => {
-            printer.data(&line(epoch, resumed.unwrap_or(0) + args.epochs));
+            printer.data(&line(epoch, resumed.unwrap_or(0) + args.epochs))?;
+            Ok(())
         }
-        News::Epoch(_) => {}
+        News::Epoch(_) => Ok(()),
     })?;
     if args.run.json {
         let training = Training {
@@ -92,7 +94,7 @@ pub(crate) fn run(args: &TrainArgs, printer: &Printer) -> Result<ExitStatus> {
         };
         let text = serde_json::to_string_pretty(&training)
             .map_err(|source| Error::new(Kind::Io, format!("cannot write the results as JSON: {source}")))?;
-        printer.data(&text);
+        printer.data(&text)?;
     }
     if let Some(path) = &save {
         printer.status(&format!("wrote {}", path.display()));
@@ -120,7 +122,12 @@ fn writable(path: &Path) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn train(cell: &Cell, request: &Request, grace: Duration, tell: &mut dyn FnMut(News)) -> Result<Vec<Epoch>> {
+fn train(
+    cell: &Cell,
+    request: &Request,
+    grace: Duration,
+    tell: &mut dyn FnMut(News) -> Result<()>,
+) -> Result<Vec<Epoch>> {
     let stop = interrupt::on_stop_signals()?;
     let world_size = cell.row.engine.layout().processes(request.plan.run.cards);
     let mut tally = Tally::new(world_size);
@@ -135,10 +142,10 @@ fn train(cell: &Cell, request: &Request, grace: Duration, tell: &mut dyn FnMut(N
         },
         &mut |rank, message| {
             if let (0, &Message::Resumed { epochs }) = (rank, message) {
-                tell(News::Resumed(epochs));
+                tell(News::Resumed(epochs))?;
             }
             if let Some(epoch) = tally.hear(rank, message)? {
-                tell(News::Epoch(&epoch));
+                tell(News::Epoch(&epoch))?;
             }
             Ok(())
         },

@@ -97,7 +97,9 @@ fn wrap(text: &str, first: &str, rest: &str) -> String {
     let mut lines = String::new();
     let mut line = first.to_owned();
     let mut empty = true;
-    for word in text.split_whitespace() {
+    // A figure and its unit stay on one line.
+    let text = text.replace(" %", "\u{a0}%");
+    for word in text.split([' ', '\n']).filter(|word| !word.is_empty()) {
         if !empty && line.chars().count() + 1 + word.chars().count() > COLUMNS {
             lines += line.trim_end();
             lines += "\n";
@@ -107,7 +109,7 @@ fn wrap(text: &str, first: &str, rest: &str) -> String {
         if !empty {
             line += " ";
         }
-        line += word;
+        line += &word.replace('\u{a0}', " ");
         empty = false;
     }
     lines + &line + "\n"

@@ -76,6 +76,8 @@ fn against(ratio: &Ratio, over: &str, base: &str) -> String {
         Some([low, high]) if low <= 1.0 && 1.0 <= high => {
             format!("{over} and {base}: no difference that this run can show ({figure}).")
         }
+        // Two runs of the same thing differ too: without an interval nobody knows by how much.
+        None => format!("No verdict below {MIN_ROUNDS} rounds: {over} ran {figure} as fast as {base} here."),
         _ if ratio.ratio < 1.0 => {
             format!("{over} trains {figure} as fast as {base}: {base} is the faster here.")
         }

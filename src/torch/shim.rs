@@ -2,7 +2,7 @@
 //!
 //! Every function that can fail returns null, or the text of the C++ exception, to be freed here.
 
-use crate::error::{Error, Kind};
+use crate::error::Error;
 use std::ffi::{CStr, c_char, c_void};
 use tch::Tensor;
 
@@ -211,7 +211,5 @@ pub(super) unsafe fn take_text(text: *mut c_char) -> Option<String> {
 pub(super) unsafe fn check(text: *mut c_char) -> Result<(), Error> {
     // SAFETY: the caller's promise.
     let Some(text) = (unsafe { take_text(text) }) else { return Ok(()) };
-    let out_of_memory = text.contains("out of memory") || text.contains("can't allocate memory");
-    let kind = if out_of_memory { Kind::OutOfMemory } else { Kind::Torch };
-    Err(Error::new(kind, text.trim()))
+    Err(crate::error::from_libtorch(&text))
 }

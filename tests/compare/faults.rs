@@ -119,3 +119,33 @@ fn a_rank_that_stands_still_is_named_after_the_deadline() {
     assert!(!runs_now(rank_1));
     assert_eq!(runs.results("long")["status"], "failed");
 }
+
+#[test]
+fn results_that_cannot_be_handed_over_whole_are_an_error() {
+    let runs = Runs::new();
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let status = |mut command: std::process::Command| {
+        let output = command.stdout(full()).output().unwrap();
+        (exit(&output), stderr(&output))
+    };
+    let (code, text) = status({
+        let mut command = runs.compare("full", &SHORT);
+        command.args(["--json", "--engines", "single"]);
+        command
+    });
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("cannot write to standard output") && text.contains("hint: "), "{text}");
+    assert!(runs.path("full").join("report.html").is_file(), "the files are there all the same");
+    assert_eq!(status(program(&["doctor", "--json"])).0, 2);
+    assert_eq!(status(program(&["report", runs.path("full").to_str().unwrap()])).0, 2);
+}
+
+#[test]
+fn a_file_named_latest_is_left_alone() {
+    let runs = Runs::new();
+    std::fs::write(runs.path("latest"), "mine").unwrap();
+    let output = runs.compare("a", &SHORT).args(["--engines", "single"]).output().unwrap();
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    assert_eq!(std::fs::read_to_string(runs.path("latest")).unwrap(), "mine");
+    assert!(stderr(&output).contains("latest"), "{}", stderr(&output));
+}

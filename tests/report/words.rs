@@ -26,7 +26,7 @@ fn headline(ratio: f64, ci95: Option<[f64; 2]>) -> String {
 fn the_headline_says_no_more_than_the_interval_allows() {
     for (ratio, ci95, expected) in [
         (1.42, Some([1.39, 1.46]), "DDP trains 1.42x [1.39, 1.46] as fast as DP."),
-        (1.42, None, "DDP trains 1.42x as fast as DP."),
+        (1.42, None, "No verdict below 5 rounds: DDP ran 1.42x as fast as DP here."),
         (1.033, Some([0.97, 1.06]), "DDP and DP: no difference that this run can show (1.03x [0.97, 1.06])."),
         (1.04, Some([1.02, 1.06]), "DDP trains 1.04x [1.02, 1.06] as fast as DP."),
         (0.87, Some([0.84, 0.9]), "DDP trains 0.87x [0.84, 0.90] as fast as DP: DP is the faster here."),
