@@ -160,6 +160,26 @@ fn child_rank() {
             say(format!("{bits:?}"));
             say(format!("{weights:?}"));
         }
+        // The last rank's model is another one.
+        "mismatch" => {
+            let mut net = Net::new(0);
+            if rank == world_size - 1 {
+                net.0[1] = ("0.bias".to_owned(), noise(&[33], 0).set_requires_grad(true));
+            }
+            let wrapped = DistributedDataParallel::new(net, Box::new(shm), Options::default());
+            say(wrapped.map_or_else(|error| error.to_string(), |_| "nothing was noticed".to_owned()));
+        }
+        // The last rank leaves a layer out.
+        "unused" => {
+            let mut ddp =
+                DistributedDataParallel::new(Net::new(0), Box::new(shm), Options::default()).unwrap();
+            let x = noise(&[2, 16], 1);
+            let last = rank == world_size - 1;
+            let result = ddp
+                .forward(|net| Ok(if last { net.0[0].1.square() } else { net.forward(&x) }.sum(Kind::Float)))
+                .and_then(|loss| ddp.backward(&loss));
+            say(result.map_or_else(|error| error.to_string(), |()| "nothing was noticed".to_owned()));
+        }
         // Reduces until somebody dies.
         "reduce" => {
             let buffer = shm.allocate(100_000, Kind::Float).unwrap();
@@ -205,6 +225,22 @@ fn two_four_and_eight_processes_train_like_one_and_agree_to_the_bit() {
             assert!((weight - expected).abs() < 1e-5, "{world_size} processes: {weight} and {expected}");
         }
     }
+}
+
+#[test]
+fn what_one_process_does_otherwise_is_named_by_all_of_them_at_once() {
+    let start = Instant::now();
+    for (rank, said) in Group::start("mismatch", 3).finish().into_iter().enumerate() {
+        let expected = "ranks built different models: entry 1 is parameter `0.bias` [32] Float on rank 0 \
+                        and parameter `0.bias` [33] Float on rank 2";
+        assert_eq!(said, [format!("rank {rank}: {expected}")]);
+    }
+    let said = Group::start("unused", 3).finish();
+    let first = "rank 2: 2 of 3 parameters took no part in the loss of step 0: `0.bias`, `1.weight`; \
+                 find_unused_parameters is off";
+    let stopped = format!("stopped by {first}");
+    assert_eq!(said, [[stopped.as_str()], [stopped.as_str()], [first]]);
+    assert!(start.elapsed() < PATIENCE / 2, "long before the deadline");
 }
 
 /// Waits until a rank has said its first word.

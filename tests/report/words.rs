@@ -183,6 +183,25 @@ fn what_the_output_card_held_is_said_of_it() {
 }
 
 #[test]
+fn with_sync_batch_norm_it_is_dp_that_is_left_out() {
+    let mut results = results(5);
+    results.plan.model = ModelPlan::Convnet { channels: 1, classes: 10, batch_norm: true };
+    results.plan.ddp.sync_batch_norm = true;
+    results.engines.get_mut("dp").unwrap().rounds[0].losses[0] *= 2.0;
+    stats::conclude(&mut results).unwrap();
+    let losses = &results.comparison.losses;
+    assert_eq!(losses.agree, Some(true));
+    assert!(
+        losses.checked.starts_with("single, ddp: first 10 steps; dp left out: BatchNorm"),
+        "{}",
+        losses.checked
+    );
+    results.engines.get_mut("ddp").unwrap().rounds[0].losses[5] *= 1.0005;
+    stats::conclude(&mut results).unwrap();
+    assert_eq!(results.comparison.losses.agree, Some(false));
+}
+
+#[test]
 fn ranks_whose_weights_differ_disagree() {
     let mut results = results(5);
     results.engines.get_mut("ddp").unwrap().rounds[2].weights_digests[1] = "beef".into();
