@@ -262,7 +262,10 @@ fn types() -> [(Dtype, Type); 9] {
 }
 
 /// What a safetensors file holds: names with tensors, and its metadata.
-pub(super) fn read_file(path: &Path) -> Result<(Vec<(String, Tensor)>, HashMap<String, String>)> {
+type Contents = (Vec<(String, Tensor)>, HashMap<String, String>);
+
+/// Reads a safetensors file.
+pub(super) fn read_file(path: &Path) -> Result<Contents> {
     let bytes = std::fs::read(path).map_err(|error| Error::io("cannot read weights from", path, error))?;
     let corrupt = |error: safetensors::SafeTensorError| {
         let what = format!("`{}` is not a safetensors file: {error}", path.display());

@@ -75,15 +75,16 @@ fn a_static_graph_that_changes_is_an_error_that_names_the_parameter() {
                 forget(&ddp);
                 Ok(())
             };
-            step(0, !appears).unwrap();
-            let result: crate::Result<()> = step(1, appears);
+            // A rank may hear of the other's step 1 at the end of its own step 0.
+            let result: crate::Result<()> = step(0, !appears).and_then(|()| step(1, appears));
             result.unwrap_err()
         });
-        for error in errors {
+        for error in &errors {
             let text = error.to_string();
             assert!(text.contains("in step 1") && text.contains("`side."), "{text}");
-            assert!(error.advice().unwrap().contains("ddp.static_graph"), "{error:?}");
         }
+        let advice = errors.iter().find_map(|error| error.advice()).unwrap();
+        assert!(advice.contains("ddp.static_graph"), "{advice}");
     }
 }
 
