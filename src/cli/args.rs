@@ -30,6 +30,11 @@ pub(crate) enum Verb {
     /// Say what this machine has, what is missing, and what to do about it
     #[command(after_help = "Exit status: 0 `compare` can run here, 2 it cannot.")]
     Doctor(DoctorArgs),
+    /// Make the classic mistakes of data-parallel training, small, and measure what they do
+    #[command(
+        after_help = "Exit status: 0 every pitfall was shown as described, 1 one was not, 2 could not run."
+    )]
+    Pitfalls(PitfallsArgs),
     /// One rank, started by a launcher
     #[command(hide = true)]
     Worker(WorkerArgs),
@@ -164,6 +169,13 @@ pub(crate) struct TrainArgs {
 pub(crate) struct ReportArgs {
     /// Folder of the run: it holds results.json, steps.csv and samples.csv
     pub(crate) run_dir: PathBuf,
+}
+
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct PitfallsArgs {
+    /// Print the results as JSON in place of text
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Default, clap::Args)]

@@ -9,6 +9,7 @@ mod doctor;
 mod environment;
 mod interrupt;
 mod peers;
+mod pitfalls;
 mod printer;
 mod progress;
 mod request;
@@ -55,6 +56,7 @@ pub fn run(argv: impl IntoIterator<Item = OsString>) -> ExitStatus {
         Verb::Train(args) => train::run(&args, &printer),
         Verb::Report(args) => rebuild(&args, &printer),
         Verb::Doctor(args) => doctor(&args, &printer),
+        Verb::Pitfalls(args) => pitfalls::run(&args, &printer),
         Verb::Worker(args) => return worker::run(&args),
     };
     result.unwrap_or_else(|error| {
