@@ -1,6 +1,7 @@
 //! `pitfalls`: runs, explains itself on a terminal, and what its rows claim is so.
 
 #![cfg(feature = "engines")]
+#![allow(clippy::unwrap_used, reason = "a test may panic, in its helpers too")]
 
 use serde_json::Value;
 use std::process::{Command, Output};

@@ -76,8 +76,16 @@ impl Digits {
 
     /// A shuffled loader of one part of the batches that `world_size` ranks share, without repetitions.
     pub(super) fn loader(&self, world_size: usize, cut: Cut, part: Part) -> Result<Loader> {
-        let options =
-            LoaderOptions { world_size, cut, part, shuffle: true, drop_last: true, seed: 0, workers: 0 };
+        let options = LoaderOptions {
+            world_size,
+            cut,
+            part,
+            shuffle: true,
+            drop_last: true,
+            seed: 0,
+            first_epoch: 0,
+            workers: 0,
+        };
         Loader::new(Arc::clone(&self.train), options)
     }
 }
