@@ -80,7 +80,7 @@ fn every_row_says_what_it_measured_and_that_is_so() {
     assert_eq!(numbers(row("unused_parameters"), "seen")[..2], [2.0, 2.0]);
 
     let (expected, seen) = both("two_ranks_on_one_card");
-    assert!((seen[1] / expected[2] - seen[2]).abs() < 0.01, "{expected:?} {seen:?}");
+    assert!((seen[0] / expected[2] - seen[3]).abs() < 0.01, "{expected:?} {seen:?}");
 
     assert_eq!(numbers(row("saving_from_every_rank"), "seen")[..2], [4.0, 4.0]);
     assert_eq!(numbers(row("saving_from_every_rank"), "expected")[1], 0.0);

@@ -36,8 +36,8 @@ pub(crate) fn run(args: &PitfallsArgs, printer: &Printer) -> Result<ExitStatus> 
     for pitfall in cases::all()? {
         let pitfall = pitfall?;
         if !args.json {
-            printer.data(&text(pitfalls.len() + 1, &pitfall));
-            printer.data("");
+            printer.data(&text(pitfalls.len() + 1, &pitfall))?;
+            printer.data("")?;
         }
         pitfalls.push(pitfall);
     }
@@ -45,9 +45,9 @@ pub(crate) fn run(args: &PitfallsArgs, printer: &Printer) -> Result<ExitStatus> 
     if args.json {
         let text = serde_json::to_string_pretty(&pitfalls)
             .map_err(|source| Error::new(Kind::Io, format!("cannot write the results as JSON: {source}")))?;
-        printer.data(&text);
+        printer.data(&text)?;
     } else {
-        printer.data(&format!("{} of {} shown as described", pitfalls.len() - missed, pitfalls.len()));
+        printer.data(&format!("{} of {} shown as described", pitfalls.len() - missed, pitfalls.len()))?;
     }
     Ok(if missed == 0 { ExitStatus::Success } else { ExitStatus::Failure })
 }
