@@ -121,6 +121,7 @@ impl From<tch::TchError> for Error {
 }
 
 /// What libtorch threw, in one line.
+#[cfg(feature = "engines")]
 pub(crate) fn from_libtorch(text: &str) -> Error {
     // The C++ stack that libtorch appends in several forms helps nobody who reads a terminal.
     let cuts =
@@ -138,11 +139,12 @@ pub(crate) fn from_libtorch(text: &str) -> Error {
     }
 }
 
+#[cfg(feature = "engines")]
 fn out_of_memory(what: String) -> Error {
     Error::new(Kind::OutOfMemory, what).hint("make the batch or the model smaller, or use more cards")
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "engines"))]
 mod tests {
     use super::*;
 

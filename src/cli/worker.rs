@@ -168,7 +168,7 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
         _ => 0,
     };
     let mut loader = Loader::new(Arc::new(train), LoaderOptions { first_epoch, ..loader_options(job) })?;
-    let mut engine = engine(job, &meter, loader.steps_per_epoch())?;
+    let mut engine = engine(job, &meter, &loader)?;
     if let Some(path) = &job.init {
         match job.mode {
             Mode::Compare => engine.state().load(path)?,
@@ -260,7 +260,7 @@ fn loader_options(job: &Job) -> LoaderOptions {
     }
 }
 
-fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<dyn Engine>> {
+fn engine(job: &Job, meter: &Arc<Meter>, loader: &Loader) -> Result<Box<dyn Engine>> {
     let plan = &job.plan;
     let (model, seed) = (plan.model.clone(), plan.run.seed);
     let recipe = Recipe::from(plan);
@@ -280,7 +280,7 @@ fn engine(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<d
             Box::new(DpEngine::new(&virtual_cards(job), options, recipe, move |_| build())?)
         }
         EngineKind::Ddp => {
-            let collective = collective(job, meter, steps_per_epoch)?;
+            let collective = collective(job, meter, loader)?;
             let options = ddp::Options {
                 card: own_card(job)?.index,
                 meter: Some(meter.clone()),
@@ -304,9 +304,9 @@ fn deadline(job: &Job) -> Duration {
     Duration::from_secs_f64(job.plan.run.deadline_s)
 }
 
-/// The connection between the ranks of `ddp`, tried out: all of them must mean the same number of steps,
-/// or the last ones would wait for peers that have gone home.
-fn collective(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<Box<dyn Collective>> {
+/// The connection between the ranks of `ddp`, tried out: all of them must share the data in the same
+/// way, and mean the same number of steps, or the last ones would wait for peers that have gone home.
+fn collective(job: &Job, meter: &Arc<Meter>, loader: &Loader) -> Result<Box<dyn Collective>> {
     let deadline = deadline(job);
     let mut collective: Box<dyn Collective> = match &job.store {
         None => Box::new(Local::new()),
@@ -326,7 +326,8 @@ fn collective(job: &Job, meter: &Arc<Meter>, steps_per_epoch: usize) -> Result<B
             Box::new(Shm::connect(member, &store)?)
         }
     };
-    let steps = collective.exchange(&(steps_per_epoch as u64).to_le_bytes())?;
+    ddp::same_sampler(collective.as_mut(), loader.sampler())?;
+    let steps = collective.exchange(&(loader.steps_per_epoch() as u64).to_le_bytes())?;
     if steps.iter().any(|other| *other != steps[0]) {
         let counts: Vec<u64> = steps.iter().map(|bytes| u64_from(bytes)).collect();
         return Err(Error::new(

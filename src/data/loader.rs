@@ -100,6 +100,11 @@ impl Loader {
         Ok(Self { schedule, start, next: start, workers })
     }
 
+    /// How the data set is shared by ranks.
+    pub fn sampler(&self) -> &DistributedSampler {
+        &self.schedule.sampler
+    }
+
     /// Global batches in an epoch.
     pub fn steps_per_epoch(&self) -> usize {
         self.schedule.steps as usize

@@ -15,6 +15,7 @@ mod join;
 mod module;
 mod options;
 pub mod reducer;
+mod same_sampler;
 mod sync;
 mod wrapper;
 
@@ -22,6 +23,7 @@ pub use engine::DdpEngine;
 pub use join::Divide;
 pub use module::Module;
 pub use options::{Options, Share};
+pub use same_sampler::same_sampler;
 pub use wrapper::DistributedDataParallel;
 
 #[cfg(test)]

@@ -395,6 +395,7 @@ mod tests {
         assert_eq!(values(&state, "a"), [6.0, 7.0]);
     }
 
+    // Field case 058: what stands inside a name is not a wrapper.
     #[test]
     fn one_leading_wrapper_is_cut_and_only_where_all_names_have_it() {
         let own = ["encoder.module.weight", "submodule.bias"];

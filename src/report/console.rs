@@ -27,7 +27,7 @@ pub fn console(results: &Results) -> String {
             plain(tables::balance(results)),
             &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap"],
         ),
-        (tables::ab(results), &["Throughput", "Memory peak", "Gradients sent", "Loss differs by", "Allowed"]),
+        (tables::ab(results), &["Throughput", "Memory peak", "Loss differs by"]),
         (
             plain(tables::cards(results)),
             &["Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms", "Peak memory"],

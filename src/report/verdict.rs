@@ -60,10 +60,14 @@ fn headline(results: &Results) -> String {
     });
     match measured {
         Some((name, record, summary)) => format!(
-            "{} trains {} samples/s on {}; there is nothing to compare it with.",
+            "{} trains {} samples/s on {}; {}.",
             text::engine(name),
             number(summary.samples_per_second.median),
             count(record.cards, "card"),
+            match comparison.ab.len() {
+                0 => "there is nothing to compare it with".to_owned(),
+                tried => format!("{} tried on it", count(tried, "option")),
+            },
         ),
         None => "Nothing was measured.".to_owned(),
     }

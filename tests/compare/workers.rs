@@ -35,6 +35,26 @@ fn ranks_started_by_hand_meet_and_hold_the_same_weights() {
     assert_eq!(digests[0], digests[1]);
 }
 
+// Field case 053: with seeds of their own ranks would see overlapping shards, and nothing would tell.
+#[test]
+fn ranks_started_with_different_seeds_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = folder.path().join("store");
+    let ranks = [0, 1].map(|rank| {
+        let mut command = worker(rank, 2, store.to_str().unwrap());
+        command.args(["--seed", &(7 + rank).to_string()]);
+        Background::start(command)
+    });
+    for (rank, started) in ranks.into_iter().enumerate() {
+        let output = started.finish(Duration::from_secs(60));
+        assert_eq!(exit(&output), 2, "{}", stderr(&output));
+        let last = messages(&stdout(&output)).pop().unwrap();
+        let error = last["error"].as_str().unwrap();
+        assert!(error.starts_with(&format!("rank {rank}: ")), "{error}");
+        assert!(error.contains("seed = 7 on rank 0, seed = 8 on rank 1"), "{error}");
+    }
+}
+
 // Field case 037: one that is alone says where it looked.
 #[test]
 fn a_rank_that_stays_alone_gives_up_and_says_where_it_waited() {
