@@ -36,7 +36,8 @@ impl Ink {
 
 /// An engine's colour, by its name in the record.
 pub(super) fn engine(name: &str) -> Ink {
-    match name {
+    // A row that tries an option has its engine's colour.
+    match name.split('[').next().unwrap_or_default() {
         "single" => Ink(0x6B, 0x75, 0x80),
         "single_per_card" => Ink(0x8C, 0x96, 0xA1),
         "dp" => Ink(0xD5, 0x5E, 0x00),

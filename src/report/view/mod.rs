@@ -105,9 +105,14 @@ fn shown_engines(results: &Results) -> Vec<EngineKind> {
     if several.is_empty() { [EngineKind::Single].into_iter().filter(measured).collect() } else { several }
 }
 
+/// Engines that see the global batch. Rows that try an option stand in a table of their own.
+fn on_the_global_batch(results: &Results) -> impl Iterator<Item = &str> {
+    let engines = text::engines_in_order(results).into_iter();
+    engines.filter(|name| EngineKind::from_name(name).is_some_and(|kind| kind != EngineKind::SinglePerCard))
+}
+
 fn memory_peaks(results: &Results) -> Vec<EnginePeaks> {
-    let names =
-        text::engines_in_order(results).into_iter().filter(|name| *name != EngineKind::SinglePerCard.name());
+    let names = on_the_global_batch(results);
     names
         .filter_map(|name| {
             let record = &results.engines[name];
@@ -143,8 +148,7 @@ fn throughput(results: &Results) -> Vec<Throughput> {
 }
 
 fn losses(results: &Results) -> Losses {
-    let names =
-        text::engines_in_order(results).into_iter().filter(|name| *name != EngineKind::SinglePerCard.name());
+    let names = on_the_global_batch(results);
     let engines = names.filter_map(|name| {
         let round = results.engines[name].rounds.iter().find(|round| round.status == RoundStatus::Ok)?;
         (!round.losses.is_empty()).then(|| (name.to_owned(), round.losses.clone()))
