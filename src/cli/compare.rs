@@ -30,6 +30,9 @@ pub(crate) fn run(args: &CompareArgs, argv: Vec<String>, printer: &Printer) -> R
     worker::require()?;
     let request = decide(args)?;
     let init = args.init.as_deref().map(|path| request::readable("--init", path)).transpose()?;
+    if let Some(path) = &init {
+        worker::check_weights(&request.plan, path).map_err(|error| error.context("--init"))?;
+    }
     let name = args.run_id.as_deref().map_or_else(|| Ok(fresh_name()), checked_name)?;
     let rows = rows(&request)?;
     if rows.iter().any(|row| row.engine.is_peer()) {

@@ -53,6 +53,11 @@ pub(crate) fn initial_weights(plan: &Plan) -> Result<Vec<u8>> {
     model::build(&plan.model, Device::Cpu, plan.run.seed)?.state().to_safetensors(&[])
 }
 
+/// Whether every engine could start from this file: found out before anything is written.
+pub(crate) fn check_weights(plan: &Plan, path: &Path) -> Result<()> {
+    model::build(&plan.model, Device::Cpu, plan.run.seed)?.state().load(path)
+}
+
 /// Runs the verb.
 pub(crate) fn run(args: &WorkerArgs) -> ExitStatus {
     let job = if args.job { end_with_parent() } else { job_by_hand(args) };

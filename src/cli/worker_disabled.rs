@@ -21,6 +21,11 @@ pub(crate) fn initial_weights(_: &crate::config::Plan) -> Result<Vec<u8>> {
     require().map(|()| Vec::new())
 }
 
+/// Whether engines could start from this file: there are none.
+pub(crate) fn check_weights(_: &crate::config::Plan, _: &std::path::Path) -> Result<()> {
+    require()
+}
+
 /// Runs the verb.
 pub(crate) fn run(_: &WorkerArgs) -> ExitStatus {
     if let Err(error) = require() {

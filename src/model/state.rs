@@ -150,6 +150,15 @@ impl State {
     /// Reads a safetensors file (with or without one leading `module.`) into this state.
     pub fn load(&self, path: &Path) -> Result<()> {
         let (tensors, _) = read_file(path)?;
+        for (name, tensor) in &tensors {
+            if tensor.is_floating_point() && !bool::try_from(tensor.f_isfinite()?.f_all()?)? {
+                return Err(Error::new(
+                    Kind::Corrupt,
+                    format!("`{}`: `{name}` holds values that are not finite", path.display()),
+                )
+                .hint("such weights give no loss: take an earlier checkpoint"));
+            }
+        }
         let own: Vec<&str> = self.file_names().collect();
         let names = unwrapped(tensors.iter().map(|(name, _)| name.as_str()).collect(), &own);
         let named: Vec<_> = names
@@ -240,11 +249,12 @@ fn mismatch(what: String) -> Error {
     Error::new(Kind::Corrupt, what).hint("the weights must come from the same model with the same sizes")
 }
 
-/// Cuts one leading `module.` off every name, if all have it and none of ours does.
+/// Cuts one leading `module.` off every name, if all have it and that does not make fewer of them ours: a
+/// model may have a child of that name itself, in a wrapper or without.
 fn unwrapped<'a>(names: Vec<&'a str>, own: &[&str]) -> Vec<&'a str> {
-    let ours = own.iter().any(|name| name.starts_with(WRAPPER));
+    let known = |names: &[&str]| names.iter().filter(|name| own.contains(name)).count();
     let cut: Option<Vec<&str>> = names.iter().map(|name| name.strip_prefix(WRAPPER)).collect();
-    cut.filter(|_| !ours).unwrap_or(names)
+    cut.filter(|cut| known(cut) >= known(&names)).unwrap_or(names)
 }
 
 fn types() -> [(Dtype, Type); 9] {
@@ -406,6 +416,13 @@ mod tests {
         assert_eq!(unwrapped(mixed.clone(), &own), mixed);
         assert_eq!(unwrapped(wrapped.clone(), &["module.encoder.module.weight"]), wrapped);
         assert_eq!(unwrapped(vec![], &own), Vec::<&str>::new());
+        // A model that has a child named `module`: its file, and that of its wrapper.
+        let child = ["module.weight", "module.bias"];
+        assert_eq!(unwrapped(child.to_vec(), &child), child);
+        assert_eq!(unwrapped(vec!["module.module.weight", "module.module.bias"], &child), child);
+        let beside = ["module.weight", "fc.bias"];
+        assert_eq!(unwrapped(vec!["module.module.weight", "module.fc.bias"], &beside), beside);
+        assert_eq!(unwrapped(beside.to_vec(), &beside), beside);
     }
 
     #[test]

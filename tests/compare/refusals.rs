@@ -164,3 +164,30 @@ fn a_disk_that_fills_in_mid_run_keeps_the_finished_rounds() {
     assert!(rounds(&results) > 0);
     assert_ne!(results["status"], "complete");
 }
+
+#[test]
+fn weights_that_no_engine_could_start_from_are_refused_before_anything_is_written() {
+    let runs = Runs::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("w");
+    let init = path.to_str().unwrap();
+    let mut refused = |words: &str| {
+        let output = runs.compare("init", &SHORT).args(["--init", init]).output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(exit(&output), 2, "{text}");
+        assert!(text.contains("--init") && text.contains(words) && text.contains("hint: "), "{text}");
+        assert!(runs.entries().is_empty());
+    };
+    std::fs::write(&path, "not weights").unwrap();
+    refused("not a safetensors file");
+    // The weights of another model.
+    let train = ["train", "--engine", "single", "--epochs", "1", "--data", "digits", "--save", init];
+    assert_eq!(exit(&program(&train).args(["--set", "model.hidden=16"]).output().unwrap()), 0);
+    refused("has shape");
+    // One value that is not a number, in the place of the last.
+    let mut bytes = std::fs::read(&path).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    refused("not finite");
+}
