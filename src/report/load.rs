@@ -1,9 +1,11 @@
 //! Reads a run folder. What is missing, cut off or from another version is refused by file and reason.
 
+use crate::config::EngineKind;
 use crate::error::Kind;
-use crate::metrics::record::{Results, SCHEMA, SampleRow, Status, StepRow};
+use crate::metrics::record::{Results, Round, RoundStatus, SCHEMA, SampleRow, Status, StepRow};
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 /// The raw records of a run.
@@ -25,7 +27,43 @@ pub(super) fn load(run_dir: &Path) -> Result<Run> {
     let mut notes = Vec::new();
     let steps = read_csv(&run_dir.join("steps.csv"), last_line, &mut notes)?;
     let samples = read_csv(&run_dir.join("samples.csv"), last_line, &mut notes)?;
+    consistent(&results, &steps).map_err(|what| corrupt(run_dir, &what))?;
     Ok(Run { results, steps, samples, notes })
+}
+
+/// What cannot be, in words: a report would show it as a measurement.
+fn consistent(results: &Results, steps: &[StepRow]) -> Result<(), String> {
+    let measured: BTreeSet<&str> = steps.iter().map(|row| row.engine.as_str()).collect();
+    for (name, record) in &results.engines {
+        let ok = |round: &&Round| round.status == RoundStatus::Ok;
+        for (number, round) in record.rounds.iter().enumerate().filter(|(_, round)| ok(round)) {
+            let place = |key: &str| format!("results.json: engines.{name}.rounds.{number}.{key}");
+            if let Some(value) = round.samples_per_second.filter(|value| *value < 0.0) {
+                return Err(format!("{} is {value}", place("samples_per_second")));
+            }
+            if let Some(spread) = &round.step_ms
+                && !(0.0 <= spread.p5 && spread.p5 <= spread.median && spread.median <= spread.p95)
+            {
+                return Err(format!(
+                    "{} has a median of {} outside its own range",
+                    place("step_ms"),
+                    spread.median
+                ));
+            }
+        }
+        // Names that this build does not know are only shown.
+        let known = EngineKind::from_name(name).is_some() || record.tried.is_some();
+        if known && record.rounds.iter().any(|round| ok(&round)) && !measured.contains(name.as_str()) {
+            return Err(format!("steps.csv has no row of {name}, which results.json says was measured"));
+        }
+        let interval = record.summary.as_ref().and_then(|summary| summary.samples_per_second.ci95);
+        if let Some([low, high]) = interval.filter(|[low, high]| low > high) {
+            return Err(format!(
+                "results.json: engines.{name}.summary.samples_per_second.ci95 runs from {low} to {high}"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Reads one `results.json`.

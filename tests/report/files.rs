@@ -292,3 +292,28 @@ fn rows_of_failed_rounds_and_unknown_phases_do_no_harm() {
     );
     parse_all_svgs(run.path());
 }
+
+#[test]
+fn records_that_contradict_themselves_are_refused_by_key() {
+    let refused = |change: &dyn Fn(&mut Fixture), words: &str| {
+        let mut fixture = Fixture::new(Size::default());
+        change(&mut fixture);
+        let run = tempfile::tempdir().unwrap();
+        fixture.write(run.path());
+        let error = report::write(run.path()).unwrap_err();
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    refused(&|run| run.steps.clear(), "steps.csv has no row of");
+    refused(&|run| run.steps.retain(|row| row.engine != "dp"), "no row of dp");
+    refused(
+        &|run| run.results.engines.get_mut("ddp").unwrap().rounds[1].samples_per_second = Some(-3.0),
+        "engines.ddp.rounds.1.samples_per_second is -3",
+    );
+    refused(
+        &|run| {
+            let summary = run.results.engines.get_mut("dp").unwrap().summary.as_mut().unwrap();
+            summary.samples_per_second.ci95 = Some([9.0, 8.0]);
+        },
+        "ci95 runs from 9 to 8",
+    );
+}
