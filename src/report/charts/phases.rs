@@ -11,7 +11,7 @@ use crate::report::view::{CardPhases, PhaseBars};
 const BAR: f64 = 24.0;
 const BESIDE: f64 = 7.0;
 const GROUP_GAP: f64 = 18.0;
-const LEFT: f64 = 130.0;
+const LEFT: f64 = 176.0;
 
 /// `None` without a measured step.
 pub(super) fn draw(view: &PhaseBars) -> Option<Scene> {
