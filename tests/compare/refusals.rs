@@ -171,7 +171,7 @@ fn weights_that_no_engine_could_start_from_are_refused_before_anything_is_writte
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("w");
     let init = path.to_str().unwrap();
-    let mut refused = |words: &str| {
+    let refused = |words: &str| {
         let output = runs.compare("init", &SHORT).args(["--init", init]).output().unwrap();
         let text = stderr(&output);
         assert_eq!(exit(&output), 2, "{text}");

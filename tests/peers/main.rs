@@ -1,6 +1,7 @@
 //! Our engines against PyTorch itself: the same plans, samples, weights, gradients and losses.
 //!
 //! Needs PyTorch (`./setup --peers`); without it every test here says that it is skipped.
+#![cfg(feature = "engines")]
 #![expect(
     clippy::unwrap_used,
     clippy::print_stderr,
