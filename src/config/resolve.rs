@@ -83,6 +83,9 @@ fn run(settings: &Settings, machine: Machine) -> Result<RunPlan> {
         engines = with_peers(&engines);
     }
     let ab: Vec<String> = settings.parsed("run.ab")?.unwrap_or_default();
+    if let Some(twice) = (1..ab.len()).find(|&i| ab[..i].contains(&ab[i])) {
+        return Err(Error::usage(format!("`run.ab` has \"{}\" twice", ab[twice])).hint("give it once"));
+    }
     Ok(RunPlan {
         device: settings.parsed("run.device")?.unwrap_or(DeviceChoice::Auto),
         cards,
@@ -683,6 +686,10 @@ mod tests {
         assert!(refusal("", &["dp.chunk_weights=1,2,3"]).contains("has 3 weights"));
         assert!(refusal("", &["ddp.powersgd_rank=2"]).contains("need `ddp.comm_hook` powersgd"));
         assert!(refusal("", &["ddp.accumulate=65"]).contains("a card has 64 samples a step"));
+        assert!(
+            refusal("[run]\nab = [\"ddp.overlap=false\", \"ddp.overlap=false\"]", &[])
+                .contains("twice | give it once")
+        );
         assert!(refusal("", &["run.ab=run.seed=3"]).contains("`run.seed` cannot be tried"));
         assert!(
             refusal("", &["run.engines=dp", "run.ab=ddp.overlap=false"])

@@ -85,12 +85,12 @@ pub fn loss_agreement(results: &Results) -> LossAgreement {
     let is_peer = |name: &str| EngineKind::from_name(name).is_some_and(EngineKind::is_peer);
     let is_ddp =
         |name: &str| matches!(EngineKind::from_name(name), Some(EngineKind::Ddp | EngineKind::TorchDdp));
-    let approximated = matches!(results.plan.ddp.comm_hook, CommHookPlan::Powersgd { .. });
+    let apart = ddp_apart(&results.plan);
     let sums_differ = results.plan.model.has_batch_norm() && results.plan.run.cards > 2;
     let mut check = Check::default();
     for (i, a) in taking_part.iter().enumerate() {
         for b in &taking_part[i + 1..] {
-            if approximated && is_ddp(a.0) != is_ddp(b.0) {
+            if apart.is_some() && is_ddp(a.0) != is_ddp(b.0) {
                 continue;
             }
             let with_peer = is_peer(a.0) != is_peer(b.0);
@@ -114,13 +114,15 @@ pub fn loss_agreement(results: &Results) -> LossAgreement {
         .filter(|(kind, _)| results.engines.contains_key(kind.name()))
         .map(|(kind, why)| format!("; {kind} left out: {why}"))
         .collect();
-    let left_out = match approximated {
-        true => format!("{left_out}; ddp not with the others: powersgd approximates its gradients"),
-        false => left_out,
+    let left_out = match apart {
+        Some(why) => format!("{left_out}; ddp not with the others: {why}"),
+        None => left_out,
     };
     if check.pairs == 0 && check.fault.is_none() {
         let reason = if taking_part.len() < 2 {
             format!("fewer than two engines to compare{left_out}")
+        } else if apart.is_some() {
+            format!("no two engines that could agree{left_out}")
         } else {
             format!("no round that two engines both finished{left_out}")
         };
@@ -163,6 +165,15 @@ fn left_out(plan: &Plan) -> Vec<(EngineKind, &'static str)> {
         engines.push((EngineKind::Dp, why));
     }
     engines
+}
+
+/// Why `ddp`, and PyTorch's with it, computes something else than the other engines, if it does.
+fn ddp_apart(plan: &Plan) -> Option<&'static str> {
+    if matches!(plan.ddp.comm_hook, CommHookPlan::Powersgd { .. }) {
+        return Some("powersgd approximates its gradients");
+    }
+    (plan.ddp.accumulate > 1 && plan.model.has_batch_norm())
+        .then_some("ddp.accumulate gives BatchNorm a micro-batch at a time")
 }
 
 /// What was compared so far, and the first thing that was wrong.
