@@ -304,12 +304,11 @@ impl<M: Module> DistributedDataParallel<M> {
             grad::backward(&[loss], &[None])?;
         }
         let mut core = lock(&self.core);
-        let left = match core.graph {
-            Graph::Learning if loss.is_some() => core.learn(),
-            _ => core.reducer.unready(),
-        };
+        // A rank without samples learns its graph in a later step than the others.
+        let learning = core.graph == Graph::Learning;
+        let left = if learning && loss.is_some() { core.learn() } else { core.reducer.unready() };
         let learnt = self.always_used.is_none() && self.options.static_graph;
-        if loss.is_some() && !learnt && !left.is_empty() {
+        if loss.is_some() && !learning && !left.is_empty() {
             match core.graph {
                 Graph::Dynamic if self.options.find_unused_parameters => {}
                 Graph::Dynamic => return Err(core.unused(&left)),

@@ -64,6 +64,26 @@ fn a_static_graph_knows_its_unused_parameters_from_the_first_step_on() {
 }
 
 #[test]
+fn a_rank_without_samples_at_first_learns_its_static_graph_later() {
+    let all = ranks(2, |rank, collective| {
+        let options = Options { static_graph: true, ..Options::default() };
+        let mut ddp = DistributedDataParallel::new(mlp(0), collective, options).unwrap();
+        (0..3)
+            .map(|step| {
+                let loss = (rank == 0 || step > 0).then(|| mlp_loss(&mut ddp, &rows(rank, step)));
+                ddp.begin_backward(loss.as_ref(), Share::Equal).unwrap();
+                ddp.finish_backward().unwrap();
+                let seen = gradients(&ddp);
+                forget(&ddp);
+                seen
+            })
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(all[0], all[1]);
+    assert!(all[0].iter().all(|step| step.iter().any(|g| *g != 0.0)));
+}
+
+#[test]
 fn a_static_graph_that_changes_is_an_error_that_names_the_parameter() {
     for appears in [true, false] {
         let errors = ranks(2, |_, collective| {
