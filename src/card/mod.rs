@@ -4,6 +4,7 @@
 //! its own accounting). This module knows no engine and no libtorch.
 
 mod cpu_clock;
+pub mod cuda;
 mod meter;
 mod shared;
 mod virtual_card;
