@@ -33,7 +33,7 @@ def run(job, send):
     torch.set_num_threads(plan["run"]["threads_per_card"])
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = plan["run"]["tf32"]
     torch.manual_seed(plan["run"]["seed"])
-    device = torch.device("cuda", card["index"]) if card["kind"] == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", ordinal(card)) if card["kind"] == "cuda" else torch.device("cpu")
     if plan["inject"]:
         raise Failure("usage", "inject: PyTorch's engines cannot be slowed down", "leave inject or the peers out")
 
@@ -219,6 +219,11 @@ def powersgd(state, bucket):
     return future
 
 
+def ordinal(card):
+    """Its number in this process, whose parent made visible only its own cards, by name."""
+    return os.environ["CUDA_VISIBLE_DEVICES"].split(",").index(card["uuid"])
+
+
 def wrap(job, model, device):
     engine, options = job["engine"], job["plan"]["ddp"]
     if engine == "torch_single":
@@ -226,7 +231,7 @@ def wrap(job, model, device):
     if engine == "torch_dp":
         if device.type != "cuda":
             raise Failure("unavailable", "torch_dp: nn.DataParallel needs CUDA cards", "leave torch_dp out")
-        return nn.DataParallel(model, device_ids=[card["index"] for card in job["cards"]])
+        return nn.DataParallel(model, device_ids=[ordinal(card) for card in job["cards"]])
     if job["world_size"] == 1:
         # DistributedDataParallel wants a group, also of one.
         job["store"] = job["store"] or {"file": tempfile.mkstemp()[1]}

@@ -13,3 +13,33 @@ pub use cpu_clock::thread_cpu_clock;
 pub use meter::{CardMeter, Meter};
 pub use shared::SharedMemory;
 pub use virtual_card::{Cores, Topology, VirtualCard, available_cores, pin_current_thread, virtual_cards};
+
+/// One unit that holds a replica.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Card {
+    /// A set of CPU cores.
+    Virtual(VirtualCard),
+    /// A CUDA device.
+    Cuda {
+        /// Position in the card list.
+        index: usize,
+        /// The `i` of `cuda:i` in this process.
+        ordinal: usize,
+    },
+}
+
+impl Card {
+    /// Position in the card list.
+    pub fn index(&self) -> usize {
+        match self {
+            Self::Virtual(card) => card.index,
+            Self::Cuda { index, .. } => *index,
+        }
+    }
+}
+
+impl From<VirtualCard> for Card {
+    fn from(card: VirtualCard) -> Self {
+        Self::Virtual(card)
+    }
+}

@@ -56,6 +56,11 @@ pub(crate) struct RunFlags {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) cards: Option<String>,
 
+    /// CUDA cards to use, by number (of those that CUDA_VISIBLE_DEVICES leaves) or UUID, in this order, as
+    /// in `2,0` or `GPU-8932,GPU-17ab` [default: the first --cards of them]
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true)]
+    pub(crate) devices: Option<String>,
+
     /// Model: mlp, convnet, resnet18 or gpt [default: the config's, else mlp: heavy weights, light
     /// compute, where the engines differ most]
     #[arg(long, value_name = "MODEL")]

@@ -3,7 +3,8 @@
 use super::worker;
 use crate::card::available_cores;
 use crate::error::Result;
-use crate::metrics::record::{CardInfo, Environment, Software};
+use crate::metrics::nvml::{self, Driver};
+use crate::metrics::record::{CardInfo, CardKind, Environment, Software};
 use sha2::{Digest, Sha256};
 
 /// What a run is about to run on.
@@ -16,13 +17,37 @@ pub(crate) fn describe(cards: &[CardInfo]) -> Result<Environment> {
         software: Software {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             libtorch: worker::libtorch_version(),
-            ..Software::default()
+            ..gpu_software(cards)
         },
         cpu,
         cores,
         os: std::fs::read_to_string("/etc/os-release").ok().and_then(|text| os_name(&text)),
         visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
     })
+}
+
+/// Versions of what CUDA cards bring along.
+fn gpu_software(cards: &[CardInfo]) -> Software {
+    if cards.iter().all(|card| card.kind == CardKind::Virtual) {
+        return Software::default();
+    }
+    let libtorch = worker::libtorch_version();
+    Software {
+        nccl: worker::nccl_version(),
+        driver: match nvml::driver() {
+            Driver::Present { version, .. } => version,
+            Driver::Missing | Driver::Broken { .. } => None,
+        },
+        cuda: libtorch.as_deref().and_then(cuda_of),
+        ..Software::default()
+    }
+}
+
+/// The CUDA that a libtorch was built for: `2.11.0+cu130` for 13.0.
+fn cuda_of(libtorch: &str) -> Option<String> {
+    let digits = libtorch.split_once("+cu")?.1;
+    let (major, minor) = digits.split_at_checked(digits.len().checked_sub(1)?)?;
+    (!major.is_empty()).then(|| format!("{major}.{minor}"))
 }
 
 /// Hash of what a measurement depends on and no update changes: kinds and sizes of the cards, the CPU
@@ -51,7 +76,6 @@ fn os_name(release: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::metrics::record::CardKind;
 
     fn card(cores: &str) -> CardInfo {
         CardInfo {
@@ -72,6 +96,13 @@ mod tests {
         assert_ne!(one, fingerprint(&[card("0"), card("1")], Some("EPYC"), 2));
         assert_ne!(one, fingerprint(&[card("0")], Some("Xeon"), 2));
         assert_ne!(one, fingerprint(&[card("0")], Some("EPYC"), 4));
+    }
+
+    #[test]
+    fn a_libtorch_says_its_cuda() {
+        assert_eq!(cuda_of("2.11.0+cu130").as_deref(), Some("13.0"));
+        assert_eq!(cuda_of("2.9.1+cu128").as_deref(), Some("12.8"));
+        assert_eq!((cuda_of("2.11.0+cpu"), cuda_of("2.11.0"), cuda_of("2.11.0+cu")), (None, None, None));
     }
 
     #[test]

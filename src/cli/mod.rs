@@ -7,6 +7,7 @@ mod cell;
 mod compare;
 mod doctor;
 mod environment;
+mod gpu;
 mod interrupt;
 mod peers;
 mod pitfalls;

@@ -2,6 +2,8 @@
 //! Decided in full before a file is written or a process started.
 
 use super::args::RunFlags;
+use super::gpu::{self, Found};
+use super::worker;
 use crate::card::{Topology, VirtualCard, virtual_cards};
 use crate::config::{BUILTIN, DeviceChoice, EngineKind, Machine, Overrides, Plan, Uneven, builtin, resolve};
 use crate::error::{Error, Kind, Result};
@@ -52,6 +54,7 @@ pub(crate) fn overrides(flags: &RunFlags) -> Result<Overrides> {
     overrides
         .flag("--device", "run.device", flags.device.as_ref())
         .flag("--cards", "run.cards", flags.cards.as_ref())
+        .flag("--devices", "run.devices", flags.devices.as_ref())
         .flag("--model", "model.name", flags.model.as_ref())
         .flag("--data", "data.name", flags.data.as_ref())
         .flag("--batch", "batch.global", flags.batch.as_ref())
@@ -70,20 +73,43 @@ pub(crate) fn decide(config: Option<&str>, overrides: &Overrides, uneven: Uneven
     // Fewer than the cores there are where a container's quota allows less time than all of them have.
     let quota = std::thread::available_parallelism().map_or(usize::MAX, |threads| threads.get());
     let cores = topology.physical_cores().min(quota);
-    let machine = Machine { cards: topology.default_cards().min(quota), cores };
+    let mut machine = Machine { cards: topology.default_cards().min(quota), cores };
     let mut plan = resolve(&name, &text, overrides, machine, uneven)?;
-    plan.run.device = device(plan.run.device)?;
-    let threads = plan.run.cards.saturating_mul(plan.run.threads_per_card);
-    let cards = virtual_cards(&topology.cores_for(threads), plan.run.cards, plan.run.threads_per_card);
-    let cards: Vec<CardInfo> = cards.iter().map(card_info).collect();
-    let mut warnings: Vec<Warning> = shared_cores(&plan, threads, cores).into_iter().collect();
+    let Found { cuda, mut warnings } = gpu::find(plan.run.device, worker::cuda_half())?;
+    plan.run.device = DeviceChoice::Cpu;
+    let cards = match cuda {
+        Some(found) => {
+            machine.cards = found.len();
+            // Once more: how many cards there are decides what was left to the machine.
+            plan = resolve(&name, &text, overrides, machine, uneven)?;
+            plan.run.device = DeviceChoice::Cuda;
+            gpu::choose(&found, plan.run.devices.as_deref(), plan.run.cards)?
+        }
+        None => {
+            if let Some(devices) = &plan.run.devices {
+                return Err(Error::usage(format!(
+                    "`run.devices` is \"{}\", but this run is on virtual cards",
+                    devices.join(",")
+                ))
+                .hint("leave --devices out; `--cards` says how many virtual cards there are"));
+            }
+            let threads = plan.run.cards.saturating_mul(plan.run.threads_per_card);
+            warnings.extend(shared_cores(&plan, threads, cores));
+            warnings.extend(without_torch_dp(&mut plan)?);
+            warnings.extend(plan.run.tf32.then(|| {
+                Warning {
+                    code: "tf32_without_cuda".to_owned(),
+                    message:
+                        "run.tf32 is on, but changes nothing on virtual cards: only CUDA cards have TF32"
+                            .to_owned(),
+                    hint: None,
+                }
+            }));
+            let of = topology.cores_for(threads);
+            virtual_cards(&of, plan.run.cards, plan.run.threads_per_card).iter().map(card_info).collect()
+        }
+    };
     warnings.extend(unbalanced(&cards).map(cards_unbalanced));
-    warnings.extend(without_torch_dp(&mut plan)?);
-    warnings.extend(plan.run.tf32.then(|| Warning {
-        code: "tf32_without_cuda".to_owned(),
-        message: "run.tf32 is on, but changes nothing on virtual cards: only CUDA cards have TF32".to_owned(),
-        hint: None,
-    }));
     let source = Source { name, text, overrides: overrides.clone(), machine, uneven };
     Ok(Request { plan, cards, warnings, source })
 }
@@ -155,17 +181,6 @@ fn read_config(name: &str) -> Result<(String, String)> {
             .hint(format!("give a TOML file, or one of the built-in configs: {}", known.join(", ")))
     })?;
     Ok((name.to_owned(), text))
-}
-
-/// CUDA cards come with a later version; until then asking for them must not silently give others.
-fn device(choice: DeviceChoice) -> Result<DeviceChoice> {
-    match choice {
-        DeviceChoice::Auto | DeviceChoice::Cpu => Ok(DeviceChoice::Cpu),
-        DeviceChoice::Cuda => {
-            Err(Error::new(Kind::Unavailable, "run.device is \"cuda\", but no CUDA card can be used here")
-                .hint("use `--device cpu` for virtual cards; `dp-vs-ddp doctor` says what this machine has"))
-        }
-    }
 }
 
 fn card_info(card: &VirtualCard) -> CardInfo {

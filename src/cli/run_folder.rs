@@ -146,8 +146,8 @@ pub(crate) fn fresh_name() -> String {
     format!("{now}-{:04x}", rand::random::<u16>())
 }
 
-const STEP_COLUMNS: [&str; 9] =
-    ["engine", "round", "rank", "card", "step", "phase", "start_ns", "duration_ns", "samples"];
+const STEP_COLUMNS: [&str; 10] =
+    ["engine", "round", "rank", "card", "step", "phase", "start_ns", "duration_ns", "samples", "issue_ns"];
 
 const SAMPLE_COLUMNS: [&str; 8] =
     ["engine", "round", "t_ns", "card", "uuid", "utilisation_percent", "memory_used_bytes", "power_mw"];
@@ -209,6 +209,7 @@ mod tests {
             start_ns: 0,
             duration_ns: 0,
             samples: None,
+            issue_ns: None,
         };
         let sample = SampleRow {
             engine: "dp".into(),

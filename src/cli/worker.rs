@@ -7,8 +7,10 @@ use super::ExitStatus;
 use super::args::WorkerArgs;
 use super::printer::Printer;
 use super::request::{self, Request};
-use crate::card::{Cores, Meter, VirtualCard, pin_current_thread};
-use crate::comm::{Collective, Local, Member, Shm};
+use crate::card::cuda::driver;
+use crate::card::{Card, Cores, Meter, VirtualCard};
+use crate::comm::nccl::{self, Nccl};
+use crate::comm::{Board, Collective, Local, Member, Rendezvous, Shm};
 use crate::config::{DataPlan, EngineKind, Layout, ModelPlan, Plan, Uneven};
 use crate::data::{self, Cut, Dataset, Loader, LoaderOptions, Part};
 use crate::ddp::{self, DdpEngine};
@@ -18,13 +20,15 @@ use crate::error::{Error, Kind, Result};
 use crate::launch::{Job, Message, Mode, RankEnv, Reporter, StoreAddress, end_with_parent};
 use crate::metrics::phase::{CardTotals, StepReport};
 use crate::metrics::proc::own_card_cpu;
-use crate::metrics::record::CardInfo;
+use crate::metrics::record::{CardInfo, CardKind};
 use crate::model::checkpoint::{self, Progress, Resumed};
+use crate::torch::seat::Seat;
 use crate::torch::store::Store;
-use crate::torch::{memory, precision, threads};
+use crate::torch::{cuda, memory, precision, threads};
 use crate::units::Nanos;
 use crate::{model, torch};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::Arc;
@@ -46,6 +50,20 @@ pub(crate) fn require() -> Result<()> {
 /// The libtorch that was loaded.
 pub(crate) fn libtorch_version() -> Option<String> {
     torch::loaded().ok().map(|loaded| loaded.version)
+}
+
+/// Whether libtorch has its CUDA half, so that CUDA cards can be used.
+pub(crate) fn cuda_half() -> bool {
+    // The wheel brings libtorch_cuda without what it needs; an archive brings all of it in that one file.
+    torch::cuda::library().is_some_and(|path| {
+        let archive = path.ancestors().nth(2).is_some_and(|root| root.join("build-version").exists());
+        archive || nccl::beside_libtorch().is_some()
+    })
+}
+
+/// The NCCL that `ddp` uses on CUDA cards, loaded to be asked.
+pub(crate) fn nccl_version() -> Option<String> {
+    nccl::library().ok().map(nccl::Library::version)
 }
 
 /// The weights that every engine of ours starts from, as a safetensors file: peers draw others.
@@ -153,9 +171,11 @@ fn own_card(job: &Job) -> Result<&CardInfo> {
 
 fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
     let card = own_card(job)?;
-    if let Some(cores) = &card.cores {
-        pin_current_thread(&Cores(cores.clone()))?;
+    if card.kind == CardKind::Cuda {
+        cuda::load()?;
     }
+    // Before anything else asks for a device: this thread opens its own card, and no other one.
+    let seat = Seat::take(&placed(card)?, deadline(job))?;
     // Before the first tensor, so that every block is counted.
     let meter = Arc::new(match &job.meter {
         Some(path) => Meter::open(path)?,
@@ -173,7 +193,7 @@ fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
         _ => 0,
     };
     let mut loader = Loader::new(Arc::new(train), LoaderOptions { first_epoch, ..loader_options(job) })?;
-    let mut engine = engine(job, &meter, &loader)?;
+    let mut engine = engine(job, &meter, &loader, &seat)?;
     if let Some(path) = &job.init {
         match job.mode {
             Mode::Compare => engine.state().load(path)?,
@@ -265,13 +285,15 @@ fn loader_options(job: &Job) -> LoaderOptions {
     }
 }
 
-fn engine(job: &Job, meter: &Arc<Meter>, loader: &Loader) -> Result<Box<dyn Engine>> {
+fn engine(job: &Job, meter: &Arc<Meter>, loader: &Loader, seat: &Seat) -> Result<Box<dyn Engine>> {
     let plan = &job.plan;
     let (model, seed) = (plan.model.clone(), plan.run.seed);
     let recipe = Recipe::from(plan);
-    let build = move || model::build(&model, Device::Cpu, seed);
+    let build = move |device| model::build(&model, device, seed);
     Ok(match job.engine {
-        EngineKind::Single | EngineKind::SinglePerCard => Box::new(Single::new(build()?, recipe)),
+        EngineKind::Single | EngineKind::SinglePerCard => {
+            Box::new(Single::at(seat.clone(), build(seat.device())?, recipe))
+        }
         EngineKind::Dp => {
             let cards: Vec<usize> = job.cards.iter().map(|card| card.index).collect();
             let options = dp::Options {
@@ -282,16 +304,21 @@ fn engine(job: &Job, meter: &Arc<Meter>, loader: &Loader) -> Result<Box<dyn Engi
                 inject: plan.inject,
                 ..dp::Options::default()
             };
-            Box::new(DpEngine::new(&virtual_cards(job), options, recipe, move |_| build())?)
+            let cards: Vec<Card> = job.cards.iter().map(placed).collect::<Result<_>>()?;
+            let devices = cards.iter().map(|card| Ok((card.index(), device_of(card)?)));
+            let devices: BTreeMap<usize, Device> = devices.collect::<Result<_>>()?;
+            let factory = move |card| build(devices.get(&card).copied().unwrap_or(Device::Cpu));
+            Box::new(DpEngine::new(&cards, options, recipe, factory)?)
         }
         EngineKind::Ddp => {
-            let collective = collective(job, meter, loader)?;
+            let collective = collective(job, meter, loader, seat)?;
             let options = ddp::Options {
                 card: own_card(job)?.index,
                 meter: Some(meter.clone()),
+                seat: seat.clone(),
                 ..ddp::Options::from(&plan.ddp)
             };
-            let engine = DdpEngine::new(build()?, collective, options, recipe)?;
+            let engine = DdpEngine::new(build(seat.device())?, collective, options, recipe)?;
             Box::new(engine.following(&plan.ddp))
         }
         EngineKind::TorchSingle | EngineKind::TorchDp | EngineKind::TorchDdp => {
@@ -300,9 +327,30 @@ fn engine(job: &Job, meter: &Arc<Meter>, loader: &Loader) -> Result<Box<dyn Engi
     })
 }
 
-fn virtual_cards(job: &Job) -> Vec<VirtualCard> {
-    let cores = |card: &CardInfo| Cores(card.cores.clone().unwrap_or_default());
-    job.cards.iter().map(|card| VirtualCard { index: card.index, cores: cores(card) }).collect()
+/// A card as this process reaches it: the same card, whatever number it has here.
+fn placed(card: &CardInfo) -> Result<Card> {
+    let index = card.index;
+    if card.kind == CardKind::Virtual {
+        let cores = Cores(card.cores.clone().unwrap_or_default());
+        return Ok(VirtualCard { index, cores }.into());
+    }
+    let cards = driver()?.cards();
+    match cards.iter().find(|here| here.uuid == card.uuid) {
+        Some(here) => Ok(Card::Cuda { index, ordinal: here.ordinal }),
+        None => Err(Error::new(
+            Kind::Unavailable,
+            format!("card {index} ({}) is not visible to its worker", card.uuid),
+        )
+        .hint("check CUDA_VISIBLE_DEVICES, and whether the card is still there (`nvidia-smi`)")),
+    }
+}
+
+/// Where libtorch's tensors of a card live.
+fn device_of(card: &Card) -> Result<Device> {
+    match card {
+        Card::Virtual(_) => Ok(Device::Cpu),
+        Card::Cuda { ordinal, .. } => cuda::device(*ordinal),
+    }
 }
 
 fn deadline(job: &Job) -> Duration {
@@ -311,25 +359,27 @@ fn deadline(job: &Job) -> Duration {
 
 /// The connection between the ranks of `ddp`, tried out: all of them must share the data in the same
 /// way, and mean the same number of steps, or the last ones would wait for peers that have gone home.
-fn collective(job: &Job, meter: &Arc<Meter>, loader: &Loader) -> Result<Box<dyn Collective>> {
+fn collective(job: &Job, meter: &Arc<Meter>, loader: &Loader, seat: &Seat) -> Result<Box<dyn Collective>> {
     let deadline = deadline(job);
-    let mut collective: Box<dyn Collective> = match &job.store {
-        None => Box::new(Local::new()),
-        Some(address) => {
-            let store = match address {
-                StoreAddress::File(path) => Store::file(path, job.world_size, deadline)?,
-                StoreAddress::Tcp { host, port, serve } => {
-                    Store::tcp(host, *port, job.world_size, *serve, deadline)?
-                }
-            };
-            let member = Member {
-                rank: job.rank,
-                world_size: job.world_size,
-                deadline,
-                meter: Some((meter.clone(), own_card(job)?.index)),
-            };
-            Box::new(Shm::connect(member, &store)?)
+    let member = Member {
+        rank: job.rank,
+        world_size: job.world_size,
+        deadline,
+        meter: Some((meter.clone(), own_card(job)?.index)),
+    };
+    let store: Option<Box<dyn Rendezvous>> = match &job.store {
+        None => None,
+        Some(StoreAddress::File(path)) => Some(Box::new(Store::file(path, job.world_size, deadline)?)),
+        Some(StoreAddress::Tcp { host, port, serve }) => {
+            Some(Box::new(Store::tcp(host, *port, job.world_size, *serve, deadline)?))
         }
+    };
+    let mut collective: Box<dyn Collective> = match (store, seat.stream()) {
+        (None, None) => Box::new(Local::new()),
+        // Nothing is bypassed for a single rank: what it costs is part of what is measured.
+        (None, Some(_)) => Box::new(Nccl::connect(member, &Board::new(deadline), seat.clone())?),
+        (Some(store), Some(_)) => Box::new(Nccl::connect(member, &*store, seat.clone())?),
+        (Some(store), None) => Box::new(Shm::connect(member, &*store)?),
     };
     ddp::same_sampler(collective.as_mut(), loader.sampler())?;
     let steps = collective.exchange(&(loader.steps_per_epoch() as u64).to_le_bytes())?;
@@ -367,6 +417,7 @@ fn measure(
             reporter.send(&Message::MeasuringStarts)?;
             for card in job.own_cards() {
                 memory::reset_peak(meter, card.index);
+                cuda::reset_peak(device_of(&placed(card)?)?)?;
                 window.push(Border::at(meter, card)?);
             }
             Ok(())
@@ -406,13 +457,16 @@ impl Border {
     }
 
     fn totals_until(&self, end: &Self, meter: &Meter, card: &CardInfo) -> Result<CardTotals> {
+        // A CUDA card has no cores: how busy the host's are says nothing about it.
+        let tensors = cuda::peak_bytes(device_of(&placed(card)?)?)?;
+        let host = || meter.card(card.index).peak_bytes.load(Relaxed);
         Ok(CardTotals {
             card: card.index,
-            cores: card.cores.as_ref().map_or(1, Vec::len),
+            cores: card.cores.as_ref().map_or(0, Vec::len),
             wall: end.time.since(self.time),
             on_cpu: end.on_cpu.since(self.on_cpu),
             wait_cpu: end.wait_cpu.since(self.wait_cpu),
-            memory_peak_bytes: Some(meter.card(card.index).peak_bytes.load(Relaxed)),
+            memory_peak_bytes: Some(tensors.unwrap_or_else(host)),
         })
     }
 }
@@ -469,7 +523,8 @@ fn evaluate(job: &Job, engine: &mut dyn Engine, test: &Dataset) -> Result<(u64, 
     let share: Vec<usize> = (job.rank..test.len()).step_by(job.world_size).collect();
     let mut sums = (0, 0);
     for rows in share.chunks(TEST_BATCH * job.own_cards().len()) {
-        let (correct, total) = engine.evaluate(test.batch(rows)?)?;
+        let batch = test.batch(rows)?.to_device(engine.batch_device())?;
+        let (correct, total) = engine.evaluate(batch)?;
         sums = (sums.0 + correct, sums.1 + total);
     }
     Ok(sums)

@@ -16,6 +16,16 @@ pub(crate) fn libtorch_version() -> Option<String> {
     None
 }
 
+/// Whether CUDA cards can be used: not without engines.
+pub(crate) fn cuda_half() -> bool {
+    false
+}
+
+/// The NCCL that `ddp` would use: none.
+pub(crate) fn nccl_version() -> Option<String> {
+    None
+}
+
 /// Weights to start from: none can be drawn.
 pub(crate) fn initial_weights(_: &crate::config::Plan) -> Result<Vec<u8>> {
     require().map(|()| Vec::new())

@@ -4,6 +4,7 @@
 //! Knows nothing of gradients or models.
 
 mod local;
+pub mod nccl;
 mod rendezvous;
 mod shm;
 pub mod wait;
@@ -12,10 +13,11 @@ pub use local::Local;
 pub use rendezvous::{Board, Rendezvous};
 pub use shm::{Member, Shm};
 
-use crate::Result;
+use crate::card::cuda::{Event, Stream};
+use crate::{Error, Result};
 use std::sync::Arc;
 use std::time::Duration;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Memory that a collective reduces in place.
 ///
@@ -36,6 +38,15 @@ pub struct Buffer {
     region: Option<Arc<shm::Region>>,
 }
 
+/// What an all-reduce makes of the ranks' values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reduction {
+    /// Their sum.
+    Sum,
+    /// Their sum over the number of ranks.
+    Mean,
+}
+
 /// What ranks do together. Every rank makes the same calls in the same order, from one thread a rank
 /// (whichever thread owns the value). Every wait ends at the deadline given at set-up, with an error
 /// that names the ranks that had not arrived and the number of the collective; after an error on any
@@ -50,8 +61,27 @@ pub trait Collective: Send {
     /// Memory for `len` elements on every rank, zeroed.
     fn allocate(&mut self, len: usize, kind: Kind) -> Result<Buffer>;
 
-    /// Sums over ranks, in place, bit-equal on all of them.
+    /// Where its buffers live.
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    /// Whether it can divide by the number of ranks on the way: [`Reduction::Mean`].
+    fn averages(&self) -> bool {
+        false
+    }
+
+    /// Sums over ranks, in place, bit-equal on all of them. What the calling thread's tensor operations do
+    /// from now on comes after it.
     fn all_reduce(&mut self, buffer: &Buffer) -> Result<()>;
+
+    /// As [`Self::all_reduce`], but may still go on in [`Self::stream`] when it returns.
+    fn start_all_reduce(&mut self, buffer: &Buffer, reduction: Reduction) -> Result<()> {
+        match reduction {
+            Reduction::Sum => self.all_reduce(buffer),
+            Reduction::Mean => Err(Error::usage("this collective does not average")),
+        }
+    }
 
     /// Copies `root`'s bytes to all, in place.
     fn broadcast(&mut self, buffer: &Buffer, root: usize) -> Result<()>;
@@ -72,6 +102,32 @@ pub trait Collective: Send {
 
     /// The longest any wait may take.
     fn deadline(&self) -> Duration;
+
+    /// The stream in which it works; `None` where every call ends before it returns.
+    fn stream(&self) -> Option<&Arc<Stream>> {
+        None
+    }
+
+    /// The calling thread owns this value from now on: where there is a stream, its tensor operations go there.
+    fn enter(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// What is asked for from now on waits for this event.
+    fn after(&mut self, event: &Event) -> Result<()> {
+        let _ = event;
+        Ok(())
+    }
+
+    /// What the card's default stream is given from now on waits for all that was asked for so far.
+    fn complete(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Looks after what was asked for and may not have ended: an error of it, or a missed deadline.
+    fn watch(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Stops a group from any thread: see [`Collective::abort`]. The first reason stays.

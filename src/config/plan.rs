@@ -157,6 +157,9 @@ pub struct Plan {
 pub struct RunPlan {
     /// What kind of card.
     pub device: DeviceChoice,
+    /// CUDA cards asked for, by number or UUID, in order; `None` takes the first ones there are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub devices: Option<Vec<String>>,
     /// Number of cards; `None` in a file means all there are, and is decided before a plan is made.
     pub cards: usize,
     /// Engines, in the order in which a round runs them.

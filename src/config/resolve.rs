@@ -65,7 +65,15 @@ pub fn resolve(
 }
 
 fn run(settings: &Settings, machine: Machine) -> Result<RunPlan> {
-    let cards = settings.size("run.cards").unwrap_or(machine.cards).clamp(1, MAX_CARDS as usize);
+    let devices: Option<Vec<String>> = settings.parsed("run.devices")?;
+    let named = devices.as_ref().map(Vec::len);
+    if let (Some(cards), Some(named)) = (settings.size("run.cards"), named)
+        && cards != named
+    {
+        return Err(Error::usage(format!("`run.cards` is {cards}, but `run.devices` names {named}"))
+            .hint("give only one of them"));
+    }
+    let cards = settings.size("run.cards").or(named).unwrap_or(machine.cards).clamp(1, MAX_CARDS as usize);
     let rounds = settings.size("run.rounds").unwrap_or(5);
     let warmup = settings.size("run.warmup").unwrap_or(4);
     let steps = settings.size("run.steps").unwrap_or(16);
@@ -88,6 +96,7 @@ fn run(settings: &Settings, machine: Machine) -> Result<RunPlan> {
     }
     Ok(RunPlan {
         device: settings.parsed("run.device")?.unwrap_or(DeviceChoice::Auto),
+        devices,
         cards,
         ab: ab.iter().map(|set| ab_plan(set, &engines)).collect::<Result<_>>()?,
         engines,
@@ -481,6 +490,7 @@ mod tests {
         let cases: &[(&[&str], &str)] = &[
             (&[], "run.device=cpu"),
             (&[], "run.cards=4"),
+            (&[], "run.devices=1,GPU-8932"),
             (&[], "run.engines=ddp"),
             (&[], "run.rounds=2"),
             (&[], "run.warmup=0"),
@@ -579,6 +589,13 @@ mod tests {
         );
         for pair in [
             "run.cards=0",
+            "run.devices=-1",
+            "run.devices=0,-1",
+            "run.devices=0,0",
+            "run.devices=",
+            "run.devices=1024",
+            "run.devices=one",
+            "run.devices=GPU-",
             "run.cards=1025",
             "run.cards=2.0",
             "run.cards=two",

@@ -35,6 +35,8 @@ pub(super) enum Kind {
     Weights,
     /// Texts, each some `key=value` with blanks between: a list, or a single one.
     Pairs,
+    /// CUDA cards by number or UUID, at least one, no number twice: a list, or one string with commas.
+    Devices,
 }
 
 /// Largest extent of one dimension of a sample.
@@ -83,6 +85,18 @@ impl Kind {
                 .all(|text| text.as_str().is_some_and(|text| text.contains('=')))
                 .then(|| value.clone()),
             (Self::Pairs, Value::String(_)) => self.read(&Value::Array(vec![value.clone()])),
+            (Self::Devices, Value::Array(list)) => {
+                let names: Vec<String> = list.iter().map(device).collect::<Option<_>>()?;
+                // A card may be asked for twice, but by its name: a number twice is a slip of the hand.
+                let numbers: Vec<&String> = names.iter().filter(|name| is_number(name)).collect();
+                let distinct = (1..numbers.len()).all(|i| !numbers[..i].contains(&numbers[i]));
+                (distinct && !names.is_empty())
+                    .then(|| Value::Array(names.into_iter().map(Value::String).collect()))
+            }
+            (Self::Devices, Value::Integer(_)) => self.read(&Value::Array(vec![value.clone()])),
+            (Self::Devices, Value::String(list)) => {
+                self.read(&Value::Array(list.split(',').map(|name| Value::from(name.trim())).collect()))
+            }
             _ => None,
         }
     }
@@ -101,6 +115,12 @@ impl Kind {
             Self::Shape => format!("one to four integers from 1 to {LONGEST}"),
             Self::Weights => "a list of numbers above 0, one a card".to_owned(),
             Self::Pairs => "a list of texts such as \"ddp.overlap=false\"".to_owned(),
+            Self::Devices => {
+                format!(
+                    "a list of CUDA card numbers from 0 to {}, none twice, or UUIDs (GPU-..., MIG-...)",
+                    MAX_CARDS - 1
+                )
+            }
         }
     }
 
@@ -111,6 +131,21 @@ impl Kind {
             _ => &[],
         }
     }
+}
+
+/// A card's number or UUID as text.
+fn device(value: &Value) -> Option<String> {
+    let name = match value {
+        Value::Integer(number) => number.to_string(),
+        Value::String(name) => name.clone(),
+        _ => return None,
+    };
+    let named = ["GPU-", "MIG-"].iter().any(|kind| name.starts_with(kind) && name.len() > kind.len());
+    (named || is_number(&name)).then_some(name)
+}
+
+fn is_number(name: &str) -> bool {
+    name.bytes().all(|byte| byte.is_ascii_digit()) && name.parse().is_ok_and(|number: i64| number < MAX_CARDS)
 }
 
 const fn key(name: &'static str, kind: Kind) -> Key {
@@ -139,6 +174,7 @@ const ENGINES: &[&str] = &["single", "single_per_card", "dp", "ddp", "torch_sing
 pub(super) const KEYS: &[Key] = &[
     key("run.device", Kind::Word(&["auto", "cpu", "cuda"])),
     key("run.cards", Kind::Integer(1, MAX_CARDS)),
+    key("run.devices", Kind::Devices),
     key("run.engines", Kind::Words(ENGINES)),
     key("run.rounds", Kind::Integer(1, 1000)),
     key("run.warmup", Kind::Integer(0, 100_000)),

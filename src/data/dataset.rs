@@ -9,7 +9,7 @@ use crate::config::DataSource;
 use crate::error::{Error, Kind, Result};
 use flate2::read::GzDecoder;
 use std::io::Read;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// Some samples, in the order asked for.
 #[derive(Debug)]
@@ -31,6 +31,14 @@ impl Batch {
     pub fn whole(input: Tensor, target: Tensor) -> Self {
         let samples = target.size().first().map_or(0, |rows| *rows as usize);
         Self { input, target, samples, global_samples: samples, repeated: 0 }
+    }
+
+    /// The same rows in the memory of this device.
+    pub fn to_device(self, device: Device) -> Result<Self> {
+        if device == self.input.device() {
+            return Ok(self);
+        }
+        Ok(Self { input: self.input.f_to_device(device)?, target: self.target.f_to_device(device)?, ..self })
     }
 }
 

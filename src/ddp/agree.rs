@@ -1,6 +1,7 @@
 //! What ranks make sure of before they train: that they hold the same model, and the same weights.
 
 use super::bucket::{Item, assign};
+use super::communicator::Communicator;
 use super::{Module, Options};
 use crate::comm::{Buffer, Collective};
 use crate::error::Kind;
@@ -65,19 +66,19 @@ fn first_difference(all: &[Vec<String>]) -> Option<String> {
     })
 }
 
-/// What the plan needs to know of tensors; refuses those that lie elsewhere than in main memory.
-pub(super) fn items<'a>(entries: impl IntoIterator<Item = &'a Named>) -> Result<Vec<Item>> {
+/// What the plan needs to know of tensors; refuses those that do not lie where the collective works.
+pub(super) fn items<'a>(entries: impl IntoIterator<Item = &'a Named>, on: Device) -> Result<Vec<Item>> {
     entries
         .into_iter()
         .map(|(name, tensor)| match tensor.device() {
-            Device::Cpu => Ok(Item {
+            device if device == on => Ok(Item {
                 bytes: tensor.numel() * tensor.kind().elt_size_in_bytes(),
                 kind: tensor.kind(),
-                device: Device::Cpu,
+                device,
             }),
             device => {
-                Err(Error::usage(format!("`{name}` lies on {device:?}, this collective works on CPU memory"))
-                    .hint("build the model on Device::Cpu"))
+                Err(Error::usage(format!("`{name}` lies on {device:?}, this collective works on {on:?}"))
+                    .hint(format!("build the model on {on:?}, or use another collective")))
             }
         })
         .collect()
@@ -104,19 +105,30 @@ pub(super) fn elements(tensors: &[&Tensor]) -> usize {
 }
 
 /// Rank 0's values of all parameters, frozen ones too, and all buffers, to every rank.
-pub(super) fn same_values<M: Module>(collective: &mut dyn Collective, module: &M) -> Result<()> {
+pub(super) fn same_values<M: Module>(communicator: &Communicator, rank: usize, module: &M) -> Result<()> {
+    let device = communicator.call(|desk| Ok(desk.collective.device()))?;
     let mut entries = module.named_parameters();
     entries.extend(module.named_buffers());
     let order: Vec<usize> = (0..entries.len()).collect();
-    for group in assign(&items(&entries)?, &order, &[PIECE]) {
+    for group in assign(&items(&entries, device)?, &order, &[PIECE]) {
         let members: Vec<&Tensor> = group.iter().map(|&entry| &entries[entry].1).collect();
-        let buffer = collective.allocate(elements(&members), members[0].kind())?;
-        let mut staged = views(&buffer.tensor, members.iter().map(|tensor| tensor.size()))?;
-        if collective.rank() == 0 {
+        let (len, kind) = (elements(&members), members[0].kind());
+        let (buffer, flat) = communicator.call(move |desk| {
+            let buffer = desk.collective.allocate(len, kind)?;
+            // Note [One thread a tensor]: a view, not a second handle.
+            let flat = buffer.tensor.f_narrow(0, 0, len as i64)?;
+            Ok((buffer, flat))
+        })?;
+        let mut staged = views(&flat, members.iter().map(|tensor| tensor.size()))?;
+        if rank == 0 {
             gather(&mut staged, &members)?;
         }
-        collective.broadcast(&buffer, 0)?;
-        if collective.rank() != 0 {
+        // Given back, because its memory goes with it.
+        let _memory = communicator.call(move |desk| {
+            desk.collective.broadcast(&buffer, 0)?;
+            Ok(buffer)
+        })?;
+        if rank != 0 {
             spread(&staged, &members)?;
         }
     }
@@ -150,7 +162,7 @@ impl BufferSync {
         buffers: &[Named],
     ) -> Result<Option<(Self, Vec<Buffer>)>> {
         let order: Vec<usize> = (0..buffers.len()).collect();
-        let groups = assign(&items(buffers)?, &order, &[]);
+        let groups = assign(&items(buffers, collective.device())?, &order, &[]);
         let mut memory = Vec::new();
         let mut staged = Vec::new();
         for group in &groups {

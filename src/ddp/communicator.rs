@@ -9,12 +9,13 @@
 //! the memory is ordered by jobs: posted after the bucket was filled, waited for before it is read.
 
 use super::hooks::{Bucket, CommHook};
+use crate::card::cuda::{Event, Timing};
 use crate::card::{CardMeter, Meter};
 use crate::comm::wait::{Waiter, signal};
-use crate::comm::{Abort, Buffer, Collective};
+use crate::comm::{Abort, Buffer, Collective, Reduction};
 use crate::error::Kind;
-use crate::metrics::phase::{Phase, Recorder, Span};
-use crate::units::Nanos;
+use crate::metrics::phase::{Phase, Recorder, Timed};
+use crate::torch::seat::Seat;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -26,6 +27,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tch::Tensor;
 
+/// How often a card that is communicating is looked after.
+const WATCH: Duration = Duration::from_millis(5);
+
 /// What the communication thread works with.
 pub(super) struct Desk {
     pub(super) collective: Box<dyn Collective>,
@@ -35,6 +39,8 @@ pub(super) struct Desk {
     pub(super) shapes: Vec<Vec<Vec<i64>>>,
     /// How they travel.
     pub(super) hook: Box<dyn CommHook>,
+    /// What makes averages of them.
+    pub(super) reduction: Reduction,
     /// Where the module's buffers are gathered for their broadcast.
     pub(super) staging: Vec<Buffer>,
     /// Where numbers are summed, by how many they are.
@@ -50,26 +56,30 @@ impl Desk {
         buckets: Vec<Buffer>,
         shapes: Vec<Vec<Vec<i64>>>,
         hook: Box<dyn CommHook>,
+        reduction: Reduction,
         staging: Vec<Buffer>,
         card: usize,
     ) -> Self {
+        let recorder = Recorder::of(card, collective.stream());
         Self {
             collective,
             buckets,
             shapes,
             hook,
+            reduction,
             staging,
             sums: BTreeMap::new(),
             sent: 0,
-            recorder: Recorder::new(card),
+            recorder,
         }
     }
 
     /// Averages a bucket over ranks.
     pub(super) fn reduce(&mut self, index: usize) -> Result<()> {
-        let Self { collective, buckets, shapes, hook, sent, .. } = self;
+        let Self { collective, buckets, shapes, hook, sent, reduction, .. } = self;
         let last = index + 1 == buckets.len();
-        let bucket = Bucket { index, last, buffer: &buckets[index], shapes: &shapes[index] };
+        let (buffer, shapes) = (&buckets[index], shapes[index].as_slice());
+        let bucket = Bucket { index, last, buffer, shapes, reduction: *reduction };
         let bytes = hook.reduce(collective.as_mut(), bucket)?;
         *sent += if collective.world_size() > 1 { bytes as u64 } else { 0 };
         Ok(())
@@ -95,10 +105,10 @@ impl Desk {
         step: u64,
         work: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        let start = Nanos::now();
-        let result = work(self);
         self.recorder.set_step(step);
-        self.recorder.push(phase, start, Nanos::now());
+        let begun = self.recorder.begin();
+        let result = work(self);
+        self.recorder.end(phase, begun);
         result
     }
 }
@@ -112,7 +122,7 @@ struct Progress {
     done: AtomicU32,
     /// The first failure; all jobs after it are skipped.
     failure: Mutex<Option<Error>>,
-    spans: Mutex<Vec<Span>>,
+    spans: Mutex<Vec<Timed>>,
     /// [`Desk::sent`].
     sent: AtomicU64,
 }
@@ -129,14 +139,18 @@ pub(super) struct Communicator {
     abort: Abort,
     deadline: Duration,
     meter: Option<(Arc<Meter>, usize)>,
+    seat: Seat,
+    /// Whether what jobs ask for goes on after they have ended.
+    asynchronous: bool,
 }
 
 impl Communicator {
     /// Starts the thread, named `comm<card>`: that is how the sampler knows whom it works for.
-    pub(super) fn start(desk: Desk, meter: Option<Arc<Meter>>) -> Result<Self> {
+    pub(super) fn start(desk: Desk, meter: Option<Arc<Meter>>, seat: Seat) -> Result<Self> {
         let abort = desk.collective.abort_handle();
         let deadline = desk.collective.deadline();
         let card = desk.recorder.card();
+        let asynchronous = desk.collective.stream().is_some();
         let progress = Arc::new(Progress::default());
         let (jobs, inbox) = mpsc::channel();
         let theirs = Arc::clone(&progress);
@@ -156,19 +170,44 @@ impl Communicator {
             abort,
             deadline,
             meter: meter.map(|meter| (meter, card)),
+            seat,
+            asynchronous,
         })
     }
 
-    /// Hands a job over without waiting.
+    /// Hands a job over without waiting. What it asks the card for comes after what the calling thread has
+    /// asked it for so far.
     pub(super) fn post(&self, job: impl FnOnce(&mut Desk) -> Result<()> + Send + 'static) -> Result<()> {
+        match self.ready()? {
+            None => self.hand_over(Box::new(job)),
+            Some(ready) => self.hand_over(Box::new(move |desk| {
+                desk.collective.after(&ready)?;
+                job(desk)
+            })),
+        }
+    }
+
+    /// Where the calling thread's work stands in its card's stream, if it has one.
+    fn ready(&self) -> Result<Option<Event>> {
+        let Some(stream) = self.seat.stream().filter(|_| self.asynchronous) else { return Ok(None) };
+        let ready = Event::new(stream.context(), Timing::No)?;
+        stream.record(&ready)?;
+        Ok(Some(ready))
+    }
+
+    fn hand_over(&self, job: Job) -> Result<()> {
         let gone = || Error::new(Kind::Worker, "the communication thread has ended");
-        self.jobs.as_ref().ok_or_else(gone)?.send(Box::new(job)).map_err(|_| gone())?;
+        self.jobs.as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())?;
         self.posted.fetch_add(1, Relaxed);
         Ok(())
     }
 
-    /// Waits until everything posted is done; the first failure of any job.
+    /// Waits until everything posted is done; the first failure of any job. Where jobs only ask a card for
+    /// something, the calling thread's stream is what waits for that.
     pub(super) fn wait(&self) -> Result<()> {
+        if self.asynchronous {
+            self.hand_over(Box::new(|desk| desk.collective.complete()))?;
+        }
         let target = self.posted.load(Relaxed);
         let reached = |done: u32| done.wrapping_sub(target) as i32 >= 0;
         let outstanding = target.wrapping_sub(self.progress.done.load(Relaxed));
@@ -180,14 +219,27 @@ impl Communicator {
             deadline: self.deadline.saturating_add(Duration::from_secs(5)).saturating_mul(outstanding.max(1)),
         };
         let waited = waiter.wait(&self.progress.done, reached);
-        if let Some(failure) = lock(&self.progress.failure).as_ref() {
-            let copy = Error::new(failure.kind(), failure.to_string());
-            return Err(match failure.advice() {
-                Some(hint) => copy.hint(hint),
-                None => copy,
-            });
-        }
+        self.failure()?;
         waited.map_err(|_| Error::new(Kind::Timeout, "the communication thread hangs outside any collective"))
+    }
+
+    /// The first failure so far, if there was one.
+    fn failure(&self) -> Result<()> {
+        let failure = lock(&self.progress.failure);
+        let Some(failure) = failure.as_ref() else { return Ok(()) };
+        let copy = Error::new(failure.kind(), failure.to_string());
+        Err(match failure.advice() {
+            Some(hint) => copy.hint(hint),
+            None => copy,
+        })
+    }
+
+    /// Waits until the card has done all that the calling thread asked it for, or communication has failed:
+    /// then the card may never come to it.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        let synchronized = self.seat.synchronize_unless(&mut || self.failure());
+        self.failure()?;
+        synchronized
     }
 
     /// Does a job now, after all that were posted, and returns what it gives.
@@ -219,7 +271,7 @@ impl Communicator {
     /// A new step begins. Spans that nobody asked for are let go: they must not pile up for ever.
     pub(super) fn begin(&self, step: u64) {
         self.step.store(step, Relaxed);
-        lock(&self.progress.spans).retain(|span| span.step >= step);
+        lock(&self.progress.spans).retain(|span| span.step() >= step);
     }
 
     /// Bytes of gradients and of statistics that this rank gave to the others so far.
@@ -228,7 +280,7 @@ impl Communicator {
     }
 
     /// What was recorded since the last call.
-    pub(super) fn take_spans(&self) -> Vec<Span> {
+    pub(super) fn take_spans(&self) -> Vec<Timed> {
         std::mem::take(&mut *lock(&self.progress.spans))
     }
 
@@ -252,25 +304,44 @@ impl Drop for Communicator {
 }
 
 fn serve(mut desk: Desk, inbox: &mpsc::Receiver<Job>, progress: &Progress) {
-    while let Ok(job) = inbox.recv() {
-        let failed = lock(&progress.failure).is_some();
-        if !failed {
-            let result = catch_unwind(AssertUnwindSafe(|| job(&mut desk))).unwrap_or_else(|_| {
-                Err(Error::new(
-                    Kind::Worker,
-                    format!("rank {}: a communication job panicked", desk.collective.rank()),
-                ))
-            });
-            if let Err(error) = result {
-                desk.collective.abort(&error.to_string());
-                *lock(&progress.failure) = Some(error);
-            }
-            lock(&progress.spans).extend(desk.recorder.drain());
-            progress.sent.store(desk.sent, Relaxed);
-        }
+    let entered = desk.collective.enter();
+    keep(&mut desk, progress, |_| entered);
+    while let Some(job) = next(&mut desk, inbox, progress) {
+        keep(&mut desk, progress, job);
+        lock(&progress.spans).extend(desk.recorder.drain());
+        progress.sent.store(desk.sent, Relaxed);
         signal(&progress.done, |done| {
             done.fetch_add(1, AcqRel);
         });
+    }
+}
+
+/// The next job; looks after what the card was asked for meanwhile. `None` when nobody will give any more.
+fn next(desk: &mut Desk, inbox: &mpsc::Receiver<Job>, progress: &Progress) -> Option<Job> {
+    if desk.collective.stream().is_none() {
+        return inbox.recv().ok();
+    }
+    loop {
+        match inbox.recv_timeout(WATCH) {
+            Ok(job) => return Some(job),
+            Err(mpsc::RecvTimeoutError::Disconnected) => return None,
+            Err(mpsc::RecvTimeoutError::Timeout) => keep(desk, progress, |desk| desk.collective.watch()),
+        }
+    }
+}
+
+/// Does a job, unless one has failed before, and keeps the first failure.
+fn keep(desk: &mut Desk, progress: &Progress, job: impl FnOnce(&mut Desk) -> Result<()>) {
+    if lock(&progress.failure).is_some() {
+        return;
+    }
+    let result = catch_unwind(AssertUnwindSafe(|| job(desk))).unwrap_or_else(|_| {
+        let rank = desk.collective.rank();
+        Err(Error::new(Kind::Worker, format!("rank {rank}: a communication job panicked")))
+    });
+    if let Err(error) = result {
+        desk.collective.abort(&error.to_string());
+        *lock(&progress.failure) = Some(error);
     }
 }
 
@@ -286,8 +357,9 @@ mod tests {
 
     fn start() -> Communicator {
         let hook = Box::new(crate::ddp::hooks::AllReduce);
-        let desk = Desk::new(Box::new(Local::new()), Vec::new(), Vec::new(), hook, Vec::new(), 7);
-        Communicator::start(desk, None).unwrap()
+        let local = Box::new(Local::new());
+        let desk = Desk::new(local, Vec::new(), Vec::new(), hook, Reduction::Sum, Vec::new(), 7);
+        Communicator::start(desk, None, Seat::default()).unwrap()
     }
 
     #[test]
@@ -308,7 +380,8 @@ mod tests {
         let name = communicator.call(|_| Ok(std::thread::current().name().map(str::to_owned))).unwrap();
         assert_eq!(name.as_deref(), Some("comm7"));
         assert_eq!(*lock(&order), (0..100).collect::<Vec<_>>());
-        let spans = communicator.take_spans();
+        let spans: Vec<_> =
+            communicator.take_spans().into_iter().map(|timed| timed.span().unwrap()).collect();
         assert_eq!((spans.len(), spans[99].step, spans[99].card), (100, 99, 7));
         assert!(communicator.take_spans().is_empty());
     }

@@ -54,6 +54,10 @@ impl Slot {
             ))
             .hint("make the embedding with `sparse: false`"));
         }
+        if scale == 1.0 && !self.is_in_bucket(&gradient) {
+            no_grad(|| self.view.f_copy_(&gradient))?;
+            return Ok(());
+        }
         // Scaled while copied, in one pass; in place where the gradient lies in the bucket already. The
         // factor is a tensor because the form with a number goes through a temporary of the gradient's size.
         let _ = no_grad(|| gradient.f_mul_out(&self.view, &Tensor::from(scale)))?;

@@ -4,9 +4,10 @@ use super::{DistributedDataParallel, Options, Share};
 use crate::comm::Collective;
 use crate::config::DdpPlan;
 use crate::data::Batch;
-use crate::engine::{Engine, Memory, Recipe, StepOutcome, Updater, timed};
+use crate::engine::{Engine, Loss, Memory, Recipe, StepOutcome, Updater, timed};
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
+use crate::torch::seat::Seat;
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
@@ -75,6 +76,7 @@ impl Engine for DdpEngine {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
         let Self { ddp, recipe, updater, accumulate, sync_batch_norm, join, .. } = self;
         let inject = recipe.inject.as_ref();
+        let device = ddp.seat().device();
         let sent = ddp.bytes_sent();
         let mine = batch.samples;
         let global = if *join {
@@ -95,18 +97,18 @@ impl Engine for DdpEngine {
             Share::Samples { mine, global }
         };
         let whole = if *sync_batch_norm { global } else { mine };
-        let mut value = 0.0;
+        let mut value = Loss::default();
         let mut last = None;
         for (input, target) in parts {
             if let Some(loss) = last.take() {
                 timed(recorder, inject, Phase::Backward, || ddp.backward_no_sync(&loss))?;
             }
-            let loss = recipe.autocast(|| {
+            let loss = recipe.autocast(device, || {
                 let forward = || ddp.forward(|model| model.forward(&input, true));
                 let output = timed(recorder, inject, Phase::Forward, forward)?;
                 recorder.time(Phase::Loss, || {
                     let loss = weighted_loss(&output, &target, target.size()[0] as f64 / whole as f64)?;
-                    value += loss.f_double_value(&[])?;
+                    value.add(&loss)?;
                     Ok(loss)
                 })
             })?;
@@ -117,7 +119,7 @@ impl Engine for DdpEngine {
         updater.unscale()?;
         Ok(StepOutcome {
             // Weighted over this rank's samples.
-            loss: value * (whole as f64 / mine.max(1) as f64),
+            loss: value.times(whole as f64 / mine.max(1) as f64),
             samples: mine,
             sent_bytes: Some(ddp.bytes_sent() - sent),
             spans: ddp.take_spans(),
@@ -135,6 +137,14 @@ impl Engine for DdpEngine {
     fn restore(&mut self, memory: &Memory) {
         let Self { updater, ddp, .. } = self;
         updater.restore(ddp.module().state().parameters().map(|entry| entry.name.as_str()), memory);
+    }
+
+    fn seat(&self) -> &Seat {
+        self.ddp.seat()
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.ddp.synchronize()
     }
 
     fn skipped_steps(&self) -> u64 {

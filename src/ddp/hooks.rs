@@ -4,7 +4,7 @@
 //! It gets gradients that are scaled already, so that their sum over ranks is the average, and leaves that
 //! average in the bucket. Knows nothing of parameters but their shapes.
 
-use crate::comm::{Buffer, Collective};
+use crate::comm::{Buffer, Collective, Reduction};
 use crate::config::CommHookPlan;
 use crate::torch::no_grad;
 use crate::torch::random::Generator;
@@ -24,6 +24,9 @@ pub struct Bucket<'a> {
     pub buffer: &'a Buffer,
     /// The shapes of the parameters in it, in order.
     pub shapes: &'a [Vec<i64>],
+    /// What makes the average of the ranks' buckets: their sum, unless the hook is [`AllReduce`] and the
+    /// collective divides by itself.
+    pub reduction: Reduction,
 }
 
 /// How a bucket comes to hold the average over ranks. The same calls of the collective on every rank.
@@ -51,7 +54,7 @@ pub struct AllReduce;
 
 impl CommHook for AllReduce {
     fn reduce(&mut self, collective: &mut dyn Collective, bucket: Bucket) -> Result<usize> {
-        collective.all_reduce(bucket.buffer)?;
+        collective.start_all_reduce(bucket.buffer, bucket.reduction)?;
         Ok(bytes(bucket.buffer))
     }
 }
@@ -392,7 +395,16 @@ mod tests {
         let buffer = bucket(&Tensor::from_slice(&[1.0f32, 1.0 + 1e-3, -3.25]));
         let mut hook = Rounded::to(Kind::BFloat16);
         let sent = hook
-            .reduce(&mut Local::new(), Bucket { index: 0, last: true, buffer: &buffer, shapes: &[vec![3]] })
+            .reduce(
+                &mut Local::new(),
+                Bucket {
+                    index: 0,
+                    last: true,
+                    buffer: &buffer,
+                    shapes: &[vec![3]],
+                    reduction: Reduction::Sum,
+                },
+            )
             .unwrap();
         assert_eq!((Vec::<f32>::try_from(&buffer.tensor).unwrap(), sent), (vec![1.0, 1.0, -3.25], 6));
     }
@@ -409,7 +421,13 @@ mod tests {
         let mut total = Tensor::zeros([1600], (Kind::Float, Device::Cpu));
         for step in 1..=30 {
             let buffer = bucket(&gradient);
-            let bucket = Bucket { index: 0, last: true, buffer: &buffer, shapes: &[vec![40, 40]] };
+            let bucket = Bucket {
+                index: 0,
+                last: true,
+                buffer: &buffer,
+                shapes: &[vec![40, 40]],
+                reduction: Reduction::Sum,
+            };
             assert_eq!(hook.reduce(&mut Local::new(), bucket).unwrap(), 80 * 4);
             total += &buffer.tensor;
             let apart = (&total - gradient.view([-1]) * f64::from(step)).norm().double_value(&[]);
@@ -424,7 +442,13 @@ mod tests {
         let mut hook = PowerSgd::new(1, 2);
         for step in 0..3 {
             let buffer = bucket(&values);
-            let bucket = Bucket { index: 0, last: true, buffer: &buffer, shapes: &[vec![10, 10]] };
+            let bucket = Bucket {
+                index: 0,
+                last: true,
+                buffer: &buffer,
+                shapes: &[vec![10, 10]],
+                reduction: Reduction::Sum,
+            };
             let sent = hook.reduce(&mut Local::new(), bucket).unwrap();
             assert_eq!(sent, if step < 2 { 400 } else { 80 });
             assert_eq!(buffer.tensor.equal(&values), step < 2);

@@ -2,6 +2,7 @@
 
 use crate::card::Meter;
 use crate::config::{CommHookPlan, DdpPlan};
+use crate::torch::seat::Seat;
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -32,6 +33,8 @@ pub struct Options {
     pub card: usize,
     /// Counters that waiting is charged to.
     pub meter: Option<Arc<Meter>>,
+    /// Where the calling thread computes: the card on which the module was built.
+    pub seat: Seat,
 }
 
 impl Default for Options {
@@ -48,6 +51,7 @@ impl Default for Options {
             broadcast_buffers: true,
             card: 0,
             meter: None,
+            seat: Seat::default(),
         }
     }
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::comm::{Collective, Local, Shm};
 use crate::config::OptimizerPlan;
 use crate::error::{Error, Kind as ErrorKind};
+use crate::metrics::phase::settle;
 use crate::torch::grad::grad;
 use crate::torch::no_grad;
 use crate::torch::optim::Optimizer;
@@ -711,7 +712,8 @@ fn every_bucket_leaves_a_span_of_its_step_on_its_card() {
                 let x = noise(&[2, 6], step);
                 let loss = ddp.forward(|toy| Ok(mlp_forward(toy, &x).sum(Kind::Float))).unwrap();
                 ddp.backward(&loss).unwrap();
-                ddp.take_spans()
+                settle(ddp.take_spans())
+                    .unwrap()
                     .iter()
                     .map(|span| (span.step, span.card, span.phase.name()))
                     .collect::<Vec<_>>()

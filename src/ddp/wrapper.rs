@@ -10,10 +10,12 @@ use super::core::{Core, Graph, Mode, Slot, lock, place, shapes, sizes};
 use super::hooks::{CommHook, comm_hook};
 use super::reducer::Reducer;
 use super::{Module, Options, Share};
-use crate::comm::{Buffer, Collective};
+use crate::comm::{Buffer, Collective, Reduction};
+use crate::config::CommHookPlan;
 use crate::error::Kind;
-use crate::metrics::phase::{Phase, Span};
+use crate::metrics::phase::{Phase, Timed};
 use crate::torch::grad::{self, Hook};
+use crate::torch::seat::Seat;
 use crate::{Error, Result};
 use std::sync::{Arc, Mutex};
 use tch::Tensor;
@@ -59,6 +61,8 @@ pub struct DistributedDataParallel<M: Module> {
     buffers: Option<BufferSync>,
     /// By what summed gradients are divided.
     pub(super) divisor: usize,
+    /// What the collective makes of them.
+    reduction: Reduction,
     /// The rank whose buffers are everybody's.
     pub(super) source: usize,
     /// Whether layers have collectives of their own.
@@ -104,8 +108,17 @@ impl<M: Module> DistributedDataParallel<M> {
         let Wrapped { module, options, slots, plan, buffers } = wrapped;
         let hook = comm_hook(options.comm_hook);
         let shapes = shapes(&plan, &slots);
-        let desk = Desk::new(collective, buckets, shapes, hook, staging, options.card);
-        let communicator = Arc::new(Communicator::start(desk, options.meter.clone())?);
+        let reduction = match options.comm_hook {
+            CommHookPlan::None if collective.averages() => Reduction::Mean,
+            _ => Reduction::Sum,
+        };
+        let desk = Desk::new(collective, buckets, shapes, hook, reduction, staging, options.card);
+        let seat = options.seat.clone();
+        let communicator = Arc::new(Communicator::start(desk, options.meter.clone(), seat)?);
+        if options.init_sync {
+            agree::same_values(&communicator, rank, &module)
+                .inspect_err(|error| communicator.abort(&error.to_string()))?;
+        }
         let graph = if options.static_graph { Graph::Learning } else { Graph::Dynamic };
         let core = Core::new(rank, options.overlap, graph, &plan, slots, Arc::clone(&communicator));
         let core = Arc::new(Mutex::new(core));
@@ -134,6 +147,7 @@ impl<M: Module> DistributedDataParallel<M> {
             world_size,
             buffers,
             divisor: world_size,
+            reduction,
             source: 0,
             shares_statistics: false,
             plan,
@@ -151,12 +165,11 @@ impl<M: Module> DistributedDataParallel<M> {
     ) -> Result<(Wrapped<M>, Vec<Buffer>, Vec<Buffer>)> {
         if options.init_sync {
             agree::same_model(collective, &module, &options)?;
-            agree::same_values(collective, &module)?;
         }
         let trained: Vec<Named> =
             module.named_parameters().into_iter().filter(|(_, tensor)| tensor.requires_grad()).collect();
         let order: Vec<usize> = (0..trained.len()).rev().collect();
-        let plan = assign(&agree::items(&trained)?, &order, &options.limits());
+        let plan = assign(&agree::items(&trained, collective.device())?, &order, &options.limits());
         let mut slots: Vec<Slot> = trained
             .into_iter()
             .map(|(name, parameter)| Slot { name, parameter, view: Tensor::new(), was_undefined: true })
@@ -241,8 +254,10 @@ impl<M: Module> DistributedDataParallel<M> {
     /// Puts a hook of the user's own in place of [`Options::comm_hook`]. All ranks do, before their first
     /// backward.
     pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.reduction = Reduction::Sum;
         self.communicator.call(move |desk| {
             desk.hook = hook;
+            desk.reduction = Reduction::Sum;
             Ok(())
         })
     }
@@ -272,8 +287,19 @@ impl<M: Module> DistributedDataParallel<M> {
     }
 
     /// What the communication thread did since the last call, or in the last backward.
-    pub fn take_spans(&self) -> Vec<Span> {
+    pub fn take_spans(&self) -> Vec<Timed> {
         self.communicator.take_spans()
+    }
+
+    /// Where it computes.
+    pub fn seat(&self) -> &Seat {
+        &self.options.seat
+    }
+
+    /// Waits until the card has done all that this step asked it for. An error of the communication, also
+    /// one that came after [`finish_backward`](Self::finish_backward), ends the wait and is returned.
+    pub fn synchronize(&self) -> Result<()> {
+        self.communicator.synchronize().map_err(|error| self.stop(error))
     }
 
     /// Stops the group: an error on this rank ends all of them, with this reason.
@@ -292,6 +318,11 @@ impl<M: Module> DistributedDataParallel<M> {
         // The second step rebuilds, in forward. A caller who skips forward gets it here.
         self.rebuild_if_due()?;
         let scale = share.scale(self.divisor)?;
+        let scale = match self.reduction {
+            Reduction::Sum => scale,
+            // The collective divides by all ranks.
+            Reduction::Mean => scale * self.world_size as f64,
+        };
         self.communicator.begin(self.steps);
         self.send_buffers()?;
         lock(&self.core).prepare(scale, share, self.steps, self.options.gradient_as_bucket_view)?;

@@ -5,17 +5,20 @@
 //! belongs to the receiver from then on: no tensor is used by two threads at once, and nothing is locked.
 
 use super::Options;
+use super::link::{self, Gradients, Weights};
 use super::reduce;
 use super::replicate::{self, Flat, Spec};
 use super::scatter;
-use crate::card::{self, VirtualCard};
+use crate::card::Card;
+use crate::card::cuda::{Event, Stream};
 use crate::comm::wait::{Ended, Waiter, signal};
 use crate::config::Precision;
 use crate::engine::timed;
 use crate::error::{Error, Kind, Result};
-use crate::metrics::phase::{Phase, Recorder, Span};
+use crate::metrics::phase::{Phase, Recorder, Timed};
 use crate::model::Model;
 use crate::torch::precision::autocast;
+use crate::torch::seat::Seat;
 use crate::torch::{grad, memory, no_grad, threads};
 use crate::units::Nanos;
 use std::any::Any;
@@ -41,16 +44,34 @@ pub(super) enum Mode {
 /// What card 0 asks of a replica.
 enum Order {
     /// Fetch weights and these rows, and run the model on them.
-    Forward { step: u64, chunk: Tensor, mode: Mode },
+    Forward { step: u64, chunk: Tensor, mode: Mode, weights: Weights },
     /// Run backward from the last output with this gradient.
     Backward { gradient: Tensor },
 }
 
 /// What a replica answers.
 enum Answer {
-    Built(Vec<Spec>),
+    Built(Parts),
     Output(Tensor),
-    Gradients(Vec<Option<Tensor>>),
+    Gradients(Arrived),
+}
+
+/// What a replica is made of, as card 0 needs to know it.
+pub(super) struct Parts {
+    pub(super) specs: Vec<Spec>,
+    pub(super) stream: Option<Arc<Stream>>,
+    /// Where its weights are.
+    pub(super) weights: Flat,
+    /// Where its gradients will be, if they travel flat.
+    pub(super) gradients: Option<Gradients>,
+}
+
+/// A replica's gradients.
+pub(super) enum Arrived {
+    /// Where autograd left them, in parameter order.
+    Loose(Vec<Option<Tensor>>),
+    /// In its flat tensors, once its card has come to this event; which of them there were.
+    Flat(Arc<Event>, Vec<bool>),
 }
 
 /// Two counters, of orders and of answers: what both sides wait on.
@@ -66,7 +87,7 @@ pub(super) struct Replica {
     link: Arc<Link>,
     // `None` once the replica is told to end.
     orders: Option<SyncSender<Order>>,
-    answers: Receiver<(Result<Answer>, Vec<Span>)>,
+    answers: Receiver<(Result<Answer>, Vec<Timed>)>,
     asked: u32,
     /// Whether an answer is still to come.
     owes: bool,
@@ -78,10 +99,10 @@ pub(super) struct Replica {
 impl Replica {
     /// Starts the thread, which builds its model at once; [`Self::built`] says how that went.
     pub(super) fn start(
-        card: &VirtualCard,
+        card: &Card,
         options: &Options,
         abort: &Arc<AtomicU32>,
-        source: Flat,
+        source: Source,
         factory: &Factory,
     ) -> Result<Self> {
         let link = Arc::new(Link::default());
@@ -95,21 +116,22 @@ impl Replica {
             incoming,
             outgoing,
             source,
-            recorder: Recorder::new(card.index),
+            seat: Seat::default(),
+            recorder: Recorder::new(card.index()),
         };
         let factory = Arc::clone(factory);
         let thread = std::thread::Builder::new()
-            .name(format!("card{}", card.index))
+            .name(format!("card{}", card.index()))
             .spawn(move || worker.run(&factory))
             .map_err(|error| {
                 Error::new(
                     Kind::Unavailable,
-                    format!("cannot start the thread of card {}: {error}", card.index),
+                    format!("cannot start the thread of card {}: {error}", card.index()),
                 )
                 .hint("lower run.cards, or raise the limit on threads")
             })?;
         Ok(Self {
-            card: card.index,
+            card: card.index(),
             link,
             orders: Some(orders),
             answers,
@@ -122,20 +144,20 @@ impl Replica {
     }
 
     /// Waits for the model to be built, and gives what it holds.
-    pub(super) fn built(&mut self, waiter: &Waiter<'_>) -> Result<Vec<Spec>> {
+    pub(super) fn built(&mut self, waiter: &Waiter<'_>) -> Result<Parts> {
         match self.answer(waiter, &mut Vec::new())? {
-            Answer::Built(specs) => Ok(specs),
+            Answer::Built(parts) => Ok(parts),
             _ => Err(self.out_of_turn()),
         }
     }
 
     /// Sends rows off; the replica starts at once.
-    pub(super) fn forward(&mut self, step: u64, chunk: Tensor, mode: Mode) -> Result<()> {
-        self.order(Order::Forward { step, chunk, mode })
+    pub(super) fn forward(&mut self, step: u64, chunk: Tensor, mode: Mode, weights: Weights) -> Result<()> {
+        self.order(Order::Forward { step, chunk, mode, weights })
     }
 
     /// Waits for the output of the last [`Self::forward`].
-    pub(super) fn output(&mut self, waiter: &Waiter<'_>, spans: &mut Vec<Span>) -> Result<Tensor> {
+    pub(super) fn output(&mut self, waiter: &Waiter<'_>, spans: &mut Vec<Timed>) -> Result<Tensor> {
         match self.answer(waiter, spans)? {
             Answer::Output(output) => Ok(output),
             _ => Err(self.out_of_turn()),
@@ -148,11 +170,7 @@ impl Replica {
     }
 
     /// Waits for the gradients of the last [`Self::backward`], in parameter order.
-    pub(super) fn gradients(
-        &mut self,
-        waiter: &Waiter<'_>,
-        spans: &mut Vec<Span>,
-    ) -> Result<Vec<Option<Tensor>>> {
+    pub(super) fn gradients(&mut self, waiter: &Waiter<'_>, spans: &mut Vec<Timed>) -> Result<Arrived> {
         match self.answer(waiter, spans)? {
             Answer::Gradients(gradients) => Ok(gradients),
             _ => Err(self.out_of_turn()),
@@ -172,7 +190,7 @@ impl Replica {
         Ok(())
     }
 
-    fn answer(&mut self, waiter: &Waiter<'_>, spans: &mut Vec<Span>) -> Result<Answer> {
+    fn answer(&mut self, waiter: &Waiter<'_>, spans: &mut Vec<Timed>) -> Result<Answer> {
         let asked = self.asked;
         self.owes = false;
         let arrived = waiter.wait(&self.link.answers, |answers| answers == asked);
@@ -246,14 +264,21 @@ impl Drop for Replica {
 
 /// The replica's end: what its thread owns.
 struct Worker {
-    card: VirtualCard,
+    card: Card,
+    seat: Seat,
     options: Options,
     abort: Arc<AtomicU32>,
     link: Arc<Link>,
     incoming: Receiver<Order>,
-    outgoing: SyncSender<(Result<Answer>, Vec<Span>)>,
-    source: Flat,
+    outgoing: SyncSender<(Result<Answer>, Vec<Timed>)>,
+    source: Source,
     recorder: Recorder,
+}
+
+/// Card 0's weights, and where card 0 computes.
+pub(super) struct Source {
+    pub(super) weights: Flat,
+    pub(super) stream: Option<Arc<Stream>>,
 }
 
 /// A model on its card, between a forward and a backward.
@@ -261,7 +286,19 @@ struct Built {
     model: Box<dyn Model>,
     flat: Flat,
     parameters: Vec<Tensor>,
+    gradients: Option<Gradients>,
     output: Option<Tensor>,
+}
+
+impl Built {
+    fn parts(&self, seat: &Seat) -> Result<Parts> {
+        Ok(Parts {
+            specs: replicate::specs(self.model.state()),
+            stream: seat.stream().cloned(),
+            weights: self.flat.source(self.flat.buffers())?,
+            gradients: self.gradients.as_ref().map(Gradients::handles).transpose()?,
+        })
+    }
 }
 
 impl Worker {
@@ -270,37 +307,39 @@ impl Worker {
             Ok(built) => built,
             Err(error) => return self.reply(Err(error)),
         };
-        self.reply(Ok(Answer::Built(replicate::specs(built.model.state()))));
+        self.reply(built.parts(&self.seat).map(Answer::Built));
         let mut idle_since = None;
         let mut seen = 0;
         while let Some(order) = self.next_order(&mut seen) {
             if let Order::Forward { step, .. } = &order {
                 self.recorder.set_step(*step);
             }
-            if let Some(start) = idle_since {
-                self.recorder.push(Phase::Wait, start, Nanos::now());
+            if let Some(begun) = idle_since.take() {
+                self.recorder.end(Phase::Wait, begun);
             }
             let answer = guarded(|| self.obey(&mut built, order));
-            idle_since = Some(Nanos::now());
+            idle_since = Some(self.recorder.begin());
             self.reply(answer);
         }
     }
 
-    fn build(&self, factory: &Factory) -> Result<Built> {
-        if !self.card.cores.0.is_empty() {
-            card::pin_current_thread(&self.card.cores)?;
-        }
-        memory::set_thread_card(self.card.index);
+    fn build(&mut self, factory: &Factory) -> Result<Built> {
+        let index = self.card.index();
+        self.seat = Seat::take(&self.card, self.options.deadline)?;
+        self.recorder = Recorder::of(index, self.seat.stream());
+        memory::set_thread_card(index);
         threads::set_intra_op(self.options.threads_per_card);
-        let model = factory(self.card.index)?;
+        let model = factory(index)?;
         let flat = Flat::adopt(model.state())?;
-        let parameters = model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
-        Ok(Built { model, flat, parameters, output: None })
+        let parameters: Vec<Tensor> =
+            model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
+        let gradients = self.seat.stream().map(|_| Gradients::of(&parameters)).transpose()?;
+        Ok(Built { model, flat, parameters, gradients, output: None })
     }
 
     /// `None` when card 0's side is gone or has given up.
     fn next_order(&self, seen: &mut u32) -> Option<Order> {
-        let meter = self.options.meter.as_deref().map(|meter| meter.card(self.card.index));
+        let meter = self.options.meter.as_deref().map(|meter| meter.card(self.card.index()));
         let waiter = Waiter { meter, abort: Some(&self.abort), deadline: self.options.deadline };
         loop {
             let last = *seen;
@@ -321,34 +360,47 @@ impl Worker {
 
     fn obey(&mut self, built: &mut Built, order: Order) -> Result<Answer> {
         match order {
-            Order::Forward { chunk, mode, .. } => self.forward(built, chunk, mode).map(Answer::Output),
+            Order::Forward { chunk, mode, weights, .. } => {
+                self.forward(built, chunk, mode, &weights).map(Answer::Output)
+            }
             Order::Backward { gradient } => self.backward(built, gradient).map(Answer::Gradients),
         }
     }
 
-    fn forward(&mut self, built: &mut Built, chunk: Tensor, mode: Mode) -> Result<Tensor> {
+    fn forward(&mut self, built: &mut Built, chunk: Tensor, mode: Mode, weights: &Weights) -> Result<Tensor> {
         built.output = None;
-        let input = self.recorder.time(Phase::Scatter, || scatter::fetch(&chunk))?;
+        let Self { seat, source, .. } = self;
+        let input = self.recorder.time(Phase::Scatter, || scatter::fetch(&chunk, seat.device()))?;
         drop(chunk);
-        self.recorder.time(Phase::Replicate, || built.flat.copy_from(&self.source))?;
+        self.recorder.time(Phase::Replicate, || {
+            weights.fetch(seat, &mut built.flat, &source.weights, source.stream.as_deref())
+        })?;
+        let device = seat.device();
         let (inject, precision) = (self.options.inject.as_ref(), self.options.precision);
         let output = timed(&mut self.recorder, inject, Phase::Forward, || {
-            forward(&*built.model, &input, mode, precision)
+            forward(&*built.model, &input, mode, precision, device)
         })?;
         let data = output.f_detach()?;
         built.output = (mode == Mode::Train).then_some(output);
         Ok(data)
     }
 
-    fn backward(&mut self, built: &mut Built, gradient: Tensor) -> Result<Vec<Option<Tensor>>> {
+    fn backward(&mut self, built: &mut Built, gradient: Tensor) -> Result<Arrived> {
         let Some(output) = built.output.take() else {
             return Err(Error::usage("backward without a forward in training before it"));
         };
-        let own = self.recorder.time(Phase::Scatter, || scatter::fetch(&gradient))?;
+        let device = self.seat.device();
+        let own = self.recorder.time(Phase::Scatter, || scatter::fetch(&gradient, device))?;
         drop(gradient);
         let inject = self.options.inject.as_ref();
         timed(&mut self.recorder, inject, Phase::Backward, || backward(&output, &own))?;
-        reduce::take(&built.parameters)
+        match &mut built.gradients {
+            None => Ok(Arrived::Loose(reduce::take(&built.parameters)?)),
+            Some(gradients) => self.recorder.time(Phase::Reduce, || {
+                let present = gradients.take(&built.parameters)?;
+                Ok(Arrived::Flat(link::moment(&self.seat)?, present))
+            }),
+        }
     }
 
     fn reply(&mut self, answer: Result<Answer>) {
@@ -361,9 +413,15 @@ impl Worker {
 }
 
 /// One card's forward.
-pub(super) fn forward(model: &dyn Model, input: &Tensor, mode: Mode, precision: Precision) -> Result<Tensor> {
+pub(super) fn forward(
+    model: &dyn Model,
+    input: &Tensor,
+    mode: Mode,
+    precision: Precision,
+    device: Device,
+) -> Result<Tensor> {
     match mode {
-        Mode::Train => autocast(precision, Device::Cpu, || model.forward(input, true)),
+        Mode::Train => autocast(precision, device, || model.forward(input, true)),
         Mode::Evaluate => no_grad(|| model.forward(input, false)),
     }
 }

@@ -2,13 +2,14 @@
 
 use super::apply::Mode;
 use super::{DataParallel, Options};
-use crate::card::VirtualCard;
+use crate::card::Card;
 use crate::data::Batch;
-use crate::engine::{Engine, Memory, Recipe, StepOutcome, Updater};
+use crate::engine::{Engine, Loss, Memory, Recipe, StepOutcome, Updater};
 use crate::error::Result;
 use crate::metrics::phase::{Phase, Recorder};
 use crate::model::{self, Model, State};
 use crate::torch::precision::autocast;
+use crate::torch::seat::Seat;
 use tch::Device;
 
 /// Trains one model on all cards from the calling thread, which works for the first of them.
@@ -19,8 +20,8 @@ pub struct DpEngine {
 
 impl DpEngine {
     /// As [`DataParallel::new`], with an optimiser over card 0's parameters.
-    pub fn new(
-        cards: &[VirtualCard],
+    pub fn new<C: Clone + Into<Card>>(
+        cards: &[C],
         options: Options,
         recipe: impl Into<Recipe>,
         factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
@@ -36,10 +37,11 @@ impl DpEngine {
 impl Engine for DpEngine {
     fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
         let gathered = self.parallel.run_forward(&batch.input, Mode::Train, recorder)?;
-        let precision = self.parallel.options.precision;
+        let (precision, device) = (self.parallel.options.precision, self.parallel.seat().device());
         let (loss, seed) = recorder.time(Phase::Loss, || -> Result<_> {
-            let loss = autocast(precision, Device::Cpu, || model::loss(&gathered.output, &batch.target))?;
-            Ok((loss.f_double_value(&[])?, self.parallel.seed(&self.updater.scaled(loss)?)?))
+            let target = batch.target.f_to_device(device)?;
+            let loss = autocast(precision, device, || model::loss(&gathered.output, &target))?;
+            Ok((Loss::of(&loss)?, self.parallel.seed(&self.updater.scaled(loss)?)?))
         })?;
         self.parallel.run_backward(seed, recorder)?;
         self.updater.unscale()?;
@@ -64,6 +66,19 @@ impl Engine for DpEngine {
         updater.restore(parallel.state().parameters().map(|entry| entry.name.as_str()), memory);
     }
 
+    fn seat(&self) -> &Seat {
+        self.parallel.seat()
+    }
+
+    /// The host's: chunks go to each card from there.
+    fn batch_device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.parallel.synchronize()
+    }
+
     fn skipped_steps(&self) -> u64 {
         self.updater.skipped_steps()
     }
@@ -75,7 +90,7 @@ impl Engine for DpEngine {
     fn evaluate(&mut self, batch: Batch) -> Result<(u64, u64)> {
         let gathered = self.parallel.evaluate(&batch.input)?;
         self.parallel.spans.clear();
-        model::correct(&gathered.output, &batch.target)
+        model::correct(&gathered.output, &batch.target.f_to_device(self.parallel.seat().device())?)
     }
 
     fn cards(&self) -> Vec<usize> {

@@ -13,6 +13,7 @@
 mod apply;
 mod engine;
 mod gather;
+mod link;
 mod reduce;
 mod replicate;
 mod scatter;
@@ -20,22 +21,25 @@ mod scatter;
 pub use engine::DpEngine;
 pub use gather::Gathered;
 
-use crate::card::{Meter, VirtualCard};
+use crate::card::cuda::{Event, Stream};
+use crate::card::{Card, Meter};
 use crate::comm::wait::Waiter;
 use crate::config::{InjectPlan, Precision};
 use crate::engine::timed;
 use crate::error::{Error, Result};
-use crate::metrics::phase::{Phase, Recorder, Span};
+use crate::metrics::phase::{Phase, Recorder, Timed};
 use crate::model::{Model, State};
 use crate::torch::optim::Optimizer;
+use crate::torch::seat::Seat;
 use crate::torch::{grad, threads};
-use apply::{Factory, Mode, Replica};
+use apply::{Arrived, Factory, Mode, Parts, Replica, Source};
 use gather::Layout;
+use link::{Gradients, Link, Weights};
 use replicate::Flat;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// How [`DataParallel`] runs.
 #[derive(Debug, Clone)]
@@ -101,9 +105,15 @@ pub struct DataParallel {
     flat: Option<Flat>,
     snapshot: Vec<Tensor>,
     replicas: Vec<Replica>,
+    /// What the replicas are made of, in their order.
+    parts: Vec<Parts>,
+    seat: Seat,
+    link: Link,
+    /// Card 0's, where they travel flat.
+    gradients: Option<Gradients>,
     abort: Arc<AtomicU32>,
     pending: Option<Pending>,
-    spans: Vec<Span>,
+    spans: Vec<Timed>,
 }
 
 /// A forward whose backward has not happened yet.
@@ -127,27 +137,37 @@ enum Seed {
 impl DataParallel {
     /// A model on these cards; the first one is card 0. `factory` is called once a card, with its number, on
     /// the thread that will work for it. All must build the same model; the values are card 0's.
-    pub fn new(
-        cards: &[VirtualCard],
+    ///
+    /// On CUDA cards the factory builds on the device of its card, and the calling thread opens that of card 0.
+    pub fn new<C: Clone + Into<Card>>(
+        cards: &[C],
         options: Options,
         factory: impl Fn(usize) -> Result<Box<dyn Model>> + Send + Sync + 'static,
     ) -> Result<Self> {
-        check(cards, &options)?;
+        let cards: Vec<Card> = cards.iter().cloned().map(Into::into).collect();
+        check(&cards, &options)?;
         threads::set_intra_op(options.threads_per_card);
+        let seat = match &cards[0] {
+            // Whoever calls has chosen its own cores.
+            Card::Virtual(_) => Seat::default(),
+            card @ Card::Cuda { .. } => Seat::take(card, options.deadline)?,
+        };
         let factory: Factory = Arc::new(factory);
-        let model = factory(cards[0].index)
-            .map_err(|error| error.context(format_args!("card {}", cards[0].index)))?;
-        let parameters = model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
+        let model = factory(cards[0].index())
+            .map_err(|error| error.context(format_args!("card {}", cards[0].index())))?;
+        let parameters: Vec<Tensor> =
+            model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
         let flat = if cards.len() > 1 { Some(Flat::adopt(model.state())?) } else { None };
         let snapshot = flat.as_ref().map_or(Ok(Vec::new()), Flat::snapshot)?;
         let abort = Arc::new(AtomicU32::new(0));
         let mut replicas = Vec::new();
         if let Some(flat) = &flat {
             for card in &cards[1..] {
-                replicas.push(Replica::start(card, &options, &abort, flat.source(&snapshot)?, &factory)?);
+                let source = Source { weights: flat.source(&snapshot)?, stream: seat.stream().cloned() };
+                replicas.push(Replica::start(card, &options, &abort, source, &factory)?);
             }
         }
-        let cards = cards.iter().map(|card| card.index).collect();
+        let cards = cards.iter().map(Card::index).collect();
         let mut this = Self {
             cards,
             options,
@@ -156,17 +176,51 @@ impl DataParallel {
             flat,
             snapshot,
             replicas,
+            parts: Vec::new(),
+            seat,
+            link: Link::Host,
+            gradients: None,
             abort,
             pending: None,
             spans: Vec::new(),
         };
         let first = replicate::specs(this.model.state());
-        this.collect(|replica, waiter, _| {
-            let specs = replica.built(waiter)?;
-            replicate::check_same(&first, &specs)
-                .map_err(|error| error.context(format_args!("card {}", replica.card())))
+        this.parts = this.collect(|replica, waiter, _| {
+            let parts = replica.built(waiter)?;
+            replicate::check_same(&first, &parts.specs)
+                .map_err(|error| error.context(format_args!("card {}", replica.card())))?;
+            Ok(parts)
         })?;
+        this.link = Link::between(this.streams())?;
+        if this.link.is_flat() {
+            this.gradients = Some(Gradients::of(&this.parameters)?);
+        }
         Ok(this)
+    }
+
+    /// The streams in which the cards compute, card 0's first; `None` where the host computes.
+    fn streams(&self) -> Option<Vec<Arc<Stream>>> {
+        let others = self.parts.iter().map(|parts| parts.stream.clone());
+        std::iter::once(self.seat.stream().cloned()).chain(others).collect()
+    }
+
+    /// How weights and gradients travel: `host`, `peer` (copies from card to card) or `nccl`.
+    pub fn link(&self) -> &'static str {
+        self.link.name()
+    }
+
+    /// Waits until all cards have done what they were asked for, each at most until the deadline.
+    pub fn synchronize(&self) -> Result<()> {
+        let deadline = self.options.deadline;
+        let streams = self.streams().unwrap_or_default();
+        streams.iter().zip(&self.cards).try_for_each(|(stream, card)| {
+            stream.synchronize(deadline).map_err(|error| error.context(format_args!("card {card}")))
+        })
+    }
+
+    /// Where the calling thread computes: at card 0.
+    pub fn seat(&self) -> &Seat {
+        &self.seat
     }
 
     /// The cards' numbers, card 0 first.
@@ -234,10 +288,16 @@ impl DataParallel {
             chunks.iter().enumerate().filter_map(|(card, chunk)| chunk.as_ref().map(|_| card)).collect();
         let rows = chunks.iter().flatten().map(|chunk| chunk.size()[0] as usize).collect();
         let plain = worked == [0];
-        if let Some(flat) = self.flat.as_ref().filter(|_| !plain) {
-            recorder.time(Phase::Replicate, || flat.update(&mut self.snapshot))?;
+        let mut weights = Weights::Copy;
+        let Self { flat, snapshot, link, seat, parts, .. } = &mut *self;
+        if let Some(flat) = flat.as_ref().filter(|_| !plain) {
+            weights = recorder.time(Phase::Replicate, || {
+                flat.update(snapshot)?;
+                let replicas: Vec<&Flat> = parts.iter().map(|parts| &parts.weights).collect();
+                link.replicate(seat, &flat.source(snapshot)?, &replicas)
+            })?;
         }
-        let (own, others) = self.parallel_apply(chunks, mode, recorder)?;
+        let (own, others) = self.parallel_apply(chunks, mode, &weights, recorder)?;
         let output = match own {
             Some(own) if plain => {
                 self.pending = (mode == Mode::Train).then_some(Pending::Plain);
@@ -253,19 +313,25 @@ impl DataParallel {
         &mut self,
         chunks: Vec<Option<Tensor>>,
         mode: Mode,
+        weights: &Weights,
         recorder: &mut Recorder,
     ) -> Result<(Option<Tensor>, Vec<Tensor>)> {
         let mut chunks = chunks.into_iter();
+        let device = self.seat.device();
         let first = chunks.next().flatten();
         for (replica, chunk) in self.replicas.iter_mut().zip(chunks) {
             if let Some(chunk) = chunk {
-                replica.forward(recorder.step(), chunk, mode)?;
+                replica.forward(recorder.step(), chunk, mode, weights.clone())?;
             }
         }
         let (inject, precision) = (self.options.inject.as_ref(), self.options.precision);
         let own = first.map(|chunk| {
+            let chunk = match device {
+                Device::Cpu => chunk,
+                device => recorder.time(Phase::Scatter, || chunk.f_to_device(device))?,
+            };
             timed(recorder, inject, Phase::Forward, || {
-                apply::guarded(|| apply::forward(&*self.model, &chunk, mode, precision))
+                apply::guarded(|| apply::forward(&*self.model, &chunk, mode, precision, device))
             })
         });
         let own = self.on_first_card(own.transpose());
@@ -284,7 +350,9 @@ impl DataParallel {
         mode: Mode,
     ) -> Result<Tensor> {
         let mut outputs: Vec<Tensor> = own.iter().map(Tensor::f_detach).collect::<Result<_, _>>()?;
-        outputs.extend(others);
+        for output in others {
+            outputs.push(output.f_to_device(self.seat.device())?);
+        }
         let cards: Vec<usize> = worked.iter().map(|position| self.cards[*position]).collect();
         let (output, layout) = gather::gather(&outputs, &cards)?;
         if mode == Mode::Train {
@@ -346,12 +414,51 @@ impl DataParallel {
         });
         let own = self.on_first_card(own);
         let parameters = self.parameters();
+        let worked: Vec<usize> =
+            (0..self.replicas.len()).filter(|&replica| self.replicas[replica].owes_an_answer()).collect();
         let others = self.collect(|replica, waiter, spans| {
-            let gradients = recorder.time(Phase::Wait, || replica.gradients(waiter, spans))?;
-            recorder.time(Phase::Reduce, || reduce::add(&parameters, gradients))
+            let arrived = recorder.time(Phase::Wait, || replica.gradients(waiter, spans))?;
+            match arrived {
+                Arrived::Loose(gradients) => {
+                    recorder.time(Phase::Reduce, || reduce::add(&parameters, gradients))?;
+                    Ok(None)
+                }
+                Arrived::Flat(ready, present) => Ok(Some((ready, present))),
+            }
         });
         own?;
-        others.map(drop)
+        let flat: Vec<_> = worked
+            .into_iter()
+            .zip(others?)
+            .filter_map(|(replica, arrived)| arrived.map(|arrived| (replica, arrived)))
+            .collect();
+        if flat.is_empty() {
+            return Ok(());
+        }
+        recorder.time(Phase::Reduce, || self.reduce_flat(&parameters, flat))
+    }
+
+    /// Adds up gradients that travel flat.
+    fn reduce_flat(
+        &mut self,
+        parameters: &[Tensor],
+        arrived: Vec<(usize, (Arc<Event>, Vec<bool>))>,
+    ) -> Result<()> {
+        let Self { gradients, link, seat, parts, .. } = self;
+        let Some(own) = gradients.as_mut() else { return Ok(()) };
+        let mut present = own.take(parameters)?;
+        for (_, (_, theirs)) in &arrived {
+            present.iter_mut().zip(theirs).for_each(|(any, this)| *any |= this);
+        }
+        let replicas: Vec<_> = arrived
+            .into_iter()
+            .filter_map(|(replica, (ready, _))| {
+                let parts = &parts[replica];
+                Some((parts.gradients.as_ref()?, ready, parts.stream.clone()?))
+            })
+            .collect();
+        link.reduce(seat, own, &replicas)?;
+        own.give(parameters, &present)
     }
 
     fn on_first_card<T>(&self, result: Result<T>) -> Result<T> {
@@ -362,7 +469,7 @@ impl DataParallel {
     /// so that none is left working on a step that is over; a missed deadline ends it for all.
     fn collect<T>(
         &mut self,
-        mut ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Span>) -> Result<T>,
+        mut ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Timed>) -> Result<T>,
     ) -> Result<Vec<T>> {
         let meter = self.options.meter.as_deref().map(|meter| meter.card(self.cards[0]));
         let waiter = Waiter { meter, abort: Some(&self.abort), deadline: self.options.deadline };
@@ -374,7 +481,7 @@ impl DataParallel {
 }
 
 /// Refuses what cannot be set up, by name.
-fn check(cards: &[VirtualCard], options: &Options) -> Result<()> {
+fn check(cards: &[Card], options: &Options) -> Result<()> {
     if cards.is_empty() {
         return Err(Error::usage("DataParallel needs at least one card").hint("give the cards to run on"));
     }
@@ -398,16 +505,16 @@ fn check(cards: &[VirtualCard], options: &Options) -> Result<()> {
     let twice = cards
         .iter()
         .enumerate()
-        .find(|(position, card)| cards[..*position].iter().any(|other| other.index == card.index));
+        .find(|(position, card)| cards[..*position].iter().any(|other| other.index() == card.index()));
     if let Some((_, card)) = twice {
-        return Err(Error::usage(format!("card {} is listed twice", card.index)));
+        return Err(Error::usage(format!("card {} is listed twice", card.index())));
     }
     if let Some(meter) = &options.meter
-        && let Some(card) = cards.iter().find(|card| card.index >= meter.len())
+        && let Some(card) = cards.iter().find(|card| card.index() >= meter.len())
     {
         return Err(Error::usage(format!(
             "card {} has no counters: the meter holds {} cards",
-            card.index,
+            card.index(),
             meter.len()
         )));
     }

@@ -17,7 +17,9 @@ pub(super) fn add(parameters: &[Tensor], replica: Vec<Option<Tensor>>) -> Result
             match (grad::grad(parameter), theirs) {
                 (_, None) => {}
                 (Some(mut ours), Some(theirs)) => drop(ours.f_add_(&theirs)?),
-                (None, Some(theirs)) => grad::set_grad(parameter, Some(&fetch(&theirs)?))?,
+                (None, Some(theirs)) => {
+                    grad::set_grad(parameter, Some(&fetch(&theirs, parameter.device())?))?
+                }
             }
         }
         Ok(())

@@ -65,9 +65,19 @@ impl Flat {
         no_grad(|| Ok(Self { parameters: flatten(&parameters)?, buffers: flatten(&buffers)? }))
     }
 
+    /// All its tensors: parameters first.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.parameters.iter().chain(&self.buffers)
+    }
+
     /// A copy of the buffers that replicas may read while card 0's forward writes the original.
     pub(super) fn snapshot(&self) -> Result<Vec<Tensor>> {
-        self.buffers.iter().map(fetch).collect()
+        self.buffers.iter().map(|buffer| fetch(buffer, buffer.device())).collect()
+    }
+
+    /// Its buffers.
+    pub(super) fn buffers(&self) -> &[Tensor] {
+        &self.buffers
     }
 
     /// What one replica copies from: handles of its own to card 0's parameters and to the snapshot.

@@ -3,7 +3,7 @@
 use crate::config::shares;
 use crate::error::{Error, Result};
 use crate::torch::no_grad;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// Views of the rows of each of `cards`, in card order; `None` for a card that gets none. Without weights
 /// as `tensor.chunk` cuts, so that 9 rows on 4 cards are 3, 3, 3 and `None`.
@@ -33,8 +33,8 @@ pub(super) fn split(tensor: &Tensor, sizes: &[i64]) -> Result<Vec<Tensor>> {
 }
 
 /// A copy, without history, in the memory of the card that the calling thread works for.
-pub(super) fn fetch(tensor: &Tensor) -> Result<Tensor> {
-    let mut own = tensor.f_empty_like()?;
+pub(super) fn fetch(tensor: &Tensor, device: Device) -> Result<Tensor> {
+    let mut own = Tensor::f_empty(tensor.size(), (tensor.kind(), device))?;
     no_grad(|| own.f_copy_(tensor))?;
     Ok(own)
 }
@@ -42,7 +42,7 @@ pub(super) fn fetch(tensor: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::{Device, Kind};
+    use tch::Kind;
 
     fn rows(parts: &[Tensor]) -> Vec<i64> {
         parts.iter().map(|part| part.size()[0]).collect()
@@ -90,7 +90,7 @@ mod tests {
     #[test]
     fn a_fetched_part_is_a_copy() {
         let batch = Tensor::ones([4, 2], (Kind::Float, Device::Cpu));
-        let mut own = fetch(&batch.narrow(0, 1, 2)).unwrap();
+        let mut own = fetch(&batch.narrow(0, 1, 2), Device::Cpu).unwrap();
         let _ = own.fill_(5.0);
         assert_eq!(own.size(), [2, 2]);
         assert_eq!(batch.sum(Kind::Double).double_value(&[]), 8.0);

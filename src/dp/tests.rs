@@ -1,14 +1,14 @@
 //! What a step gives, whatever the number of cards: all in f64, so that agreement can be asked for tightly.
 
 use super::*;
-use crate::card::Cores;
+use crate::card::{Cores, VirtualCard};
 use crate::config::OptimizerPlan;
 use crate::error::Kind;
+use crate::metrics::phase::settle;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Instant;
-use tch::Device;
 
 const SGD: OptimizerPlan = OptimizerPlan::Sgd { lr: 0.05, momentum: 0.9, weight_decay: 0.0 };
 
@@ -203,8 +203,9 @@ fn a_card_0_without_rows_does_not_run_and_leaves_its_buffers() {
     let input = numbers(&[4, 3], 0.0);
     let gathered = parallel.run_forward(&input, Mode::Train, &mut recorder).unwrap();
     assert_eq!(gathered.output.size(), [4, 3]);
-    assert!(recorder.drain().iter().all(|span| span.phase != Phase::Forward));
-    let worked = |card| parallel.spans.iter().any(|span| span.card == card && span.phase == Phase::Forward);
+    assert!(settle(recorder.drain()).unwrap().iter().all(|span| span.phase != Phase::Forward));
+    let spans = settle(std::mem::take(&mut parallel.spans)).unwrap();
+    let worked = |card| spans.iter().any(|span| span.card == card && span.phase == Phase::Forward);
     assert!(worked(1) && worked(2));
     assert_eq!(values(parallel.state()), before);
     let evaluated = parallel.evaluate(&input).unwrap();
@@ -350,8 +351,15 @@ fn the_first_listed_card_is_card_0() {
     assert_close(&losses, &alone(SGD, 3, 4).0, "losses");
     let mut recorder = Recorder::new(3);
     parallel.run_forward(&batch(4, 0).0, Mode::Train, &mut recorder).unwrap();
-    assert!(recorder.drain().iter().any(|span| span.phase == Phase::Gather && span.card == 3));
-    assert!(parallel.spans.iter().all(|span| span.card == 0 && span.phase != Phase::Gather));
+    assert!(
+        settle(recorder.drain()).unwrap().iter().any(|span| span.phase == Phase::Gather && span.card == 3)
+    );
+    assert!(
+        settle(std::mem::take(&mut parallel.spans))
+            .unwrap()
+            .iter()
+            .all(|span| span.card == 0 && span.phase != Phase::Gather)
+    );
 }
 
 // Field case 014.
@@ -376,7 +384,7 @@ fn one_card_takes_the_plain_path() {
     assert_eq!(gathered.cards_worked(), 1);
     // Not a leaf: it is the model's own output, with its history.
     assert!(!gathered.output.is_leaf());
-    let phases = recorder.drain();
+    let phases = settle(recorder.drain()).unwrap();
     assert!(phases.iter().all(|span| !matches!(span.phase, Phase::Replicate | Phase::Gather)), "{phases:?}");
 }
 
@@ -663,8 +671,8 @@ fn phases_of_a_thread_do_not_overlap_and_each_card_tells_its_own() {
         let loss = squared_error(&gathered.output, &target).unwrap();
         let seed = recorder.time(Phase::Loss, || parallel.seed(&loss)).unwrap();
         parallel.run_backward(seed, &mut recorder).unwrap();
-        spans.append(&mut parallel.spans);
-        spans.extend(recorder.drain());
+        spans.extend(settle(std::mem::take(&mut parallel.spans)).unwrap());
+        spans.extend(settle(recorder.drain()).unwrap());
     }
     for card in 0..3 {
         let mut own: Vec<_> = spans.iter().filter(|span| span.card == card).collect();

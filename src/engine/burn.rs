@@ -3,6 +3,10 @@
 use crate::config::{InjectPhase, InjectPlan};
 use crate::metrics::phase::{Phase, Recorder};
 use crate::units::Nanos;
+use std::time::Duration;
+
+/// How long a card's phase is waited for before it is stretched.
+const LONGEST_PHASE: Duration = Duration::from_secs(60);
 
 /// Runs `work` and records it as `phase`; where the plan says so for this phase and the recorder's card
 /// (ddp: rank), spins afterwards so that the phase takes that many percent longer.
@@ -13,9 +17,15 @@ pub fn timed<T>(
     work: impl FnOnce() -> T,
 ) -> T {
     let card = recorder.card();
+    let stream = recorder.stream().filter(|_| meant(inject, phase, card).is_some()).cloned();
     recorder.time(phase, || {
         let start = Nanos::now();
         let result = work();
+        if let Some(stream) = stream {
+            // How long the card takes is known only once it has done it. What fails is found again at the
+            // end of the step.
+            let _ = stream.synchronize(LONGEST_PHASE);
+        }
         burn(inject, phase, card, start);
         result
     })
@@ -23,15 +33,15 @@ pub fn timed<T>(
 
 /// Spins until a phase that began at `start` has lasted as much longer as the plan asks for.
 pub fn burn(inject: Option<&InjectPlan>, phase: Phase, card: usize, start: Nanos) {
-    let Some(plan) =
-        inject.filter(|plan| phase_of(plan.phase) == phase && plan.rank.is_none_or(|rank| rank == card))
-    else {
-        return;
-    };
+    let Some(plan) = meant(inject, phase, card) else { return };
     let end = burn_until(start, Nanos::now(), plan.percent);
     while Nanos::now() < end {
         std::hint::spin_loop();
     }
+}
+
+fn meant(inject: Option<&InjectPlan>, phase: Phase, card: usize) -> Option<&InjectPlan> {
+    inject.filter(|plan| phase_of(plan.phase) == phase && plan.rank.is_none_or(|rank| rank == card))
 }
 
 /// The moment at which a phase of `start..now` has been stretched by `percent`.
@@ -50,12 +60,11 @@ fn phase_of(phase: InjectPhase) -> Phase {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     fn measured(plan: InjectPlan, phase: Phase, card: usize) -> f64 {
         let mut recorder = Recorder::new(card);
         timed(&mut recorder, Some(&plan), phase, || std::thread::sleep(Duration::from_millis(20)));
-        let spans = recorder.drain();
+        let spans: Vec<_> = recorder.drain().into_iter().map(|timed| timed.span().unwrap()).collect();
         assert_eq!((spans.len(), spans[0].phase), (1, phase));
         spans[0].duration.as_ms()
     }

@@ -5,7 +5,7 @@
 use super::Engine;
 use crate::data::Loader;
 use crate::error::{Error, Kind, Result};
-use crate::metrics::phase::{Phase, Recorder, Span};
+use crate::metrics::phase::{Phase, Recorder, Span, settle};
 use crate::units::Nanos;
 use std::path::{Path, PathBuf};
 
@@ -62,7 +62,7 @@ impl RunLoop {
         observe: &mut dyn FnMut(Event) -> Result<()>,
     ) -> Result<()> {
         let card = engine.cards().first().copied().unwrap_or(0);
-        let mut recorder = Recorder::new(card);
+        let mut recorder = Recorder::of(card, engine.seat().stream());
         for step in 0..self.warmup + self.steps {
             if step == self.warmup {
                 observe(Event::MeasuringStarts)?;
@@ -85,23 +85,25 @@ fn one_step(
     let at_step = |error: Error| error.context(format_args!("step {step}"));
     recorder.set_step(step);
     let start = Nanos::now();
-    let batch = recorder.time(Phase::Data, || loader.next()).map_err(at_step)?;
+    let device = engine.batch_device();
+    let batch = recorder.time(Phase::Data, || loader.next()?.to_device(device)).map_err(at_step)?;
     let repeated = batch.repeated;
     let outcome = engine.backward(batch, recorder).map_err(at_step)?;
     if let Some(path) = save_gradients {
         engine.state().gradients().save(path)?;
     }
     engine.update(recorder).map_err(at_step)?;
+    engine.synchronize().map_err(at_step)?;
     let end = Nanos::now();
-    if outcome.samples > 0 && !outcome.loss.is_finite() {
-        return Err(Error::new(Kind::Worker, format!("step {step}: the loss is {}", outcome.loss))
+    let loss = outcome.loss.value().map_err(at_step)?;
+    if outcome.samples > 0 && !loss.is_finite() {
+        return Err(Error::new(Kind::Worker, format!("step {step}: the loss is {loss}"))
             .hint("training diverged: lower optimizer.lr"));
     }
-    let mut spans = recorder.drain();
-    spans.extend(outcome.spans);
+    let spans = settle(recorder.drain().into_iter().chain(outcome.spans)).map_err(at_step)?;
     Ok(StepEvent {
         step,
-        loss: outcome.loss,
+        loss,
         samples: outcome.samples,
         repeated,
         sent_bytes: outcome.sent_bytes,
@@ -115,19 +117,22 @@ fn one_step(
 mod tests {
     use super::*;
     use crate::data::{Batch, Cut, Dataset, LoaderOptions, Part};
-    use crate::engine::{Memory, StepOutcome};
+    use crate::engine::{Loss, Memory, StepOutcome};
     use crate::model::State;
+    use crate::torch::seat::Seat;
     use std::sync::Arc;
 
     /// Gives the losses it was told to, in turn.
     struct Scripted {
         losses: Vec<f64>,
         state: State,
+        seat: Seat,
     }
 
     impl Engine for Scripted {
         fn backward(&mut self, batch: Batch, recorder: &mut Recorder) -> Result<StepOutcome> {
             let loss = recorder.time(Phase::Forward, || self.losses.remove(0));
+            let loss = Loss::of(&tch::Tensor::from(loss))?;
             Ok(StepOutcome { loss, samples: batch.samples, sent_bytes: None, spans: Vec::new() })
         }
         fn update(&mut self, _: &mut Recorder) -> Result<()> {
@@ -137,6 +142,9 @@ mod tests {
             Memory::default()
         }
         fn restore(&mut self, _: &Memory) {}
+        fn seat(&self) -> &Seat {
+            &self.seat
+        }
         fn state(&self) -> &State {
             &self.state
         }
@@ -161,7 +169,7 @@ mod tests {
             first_epoch: 0,
         };
         let mut loader = Loader::new(Arc::new(data), options).unwrap();
-        let mut engine = Scripted { losses: losses.to_vec(), state: State::default() };
+        let mut engine = Scripted { losses: losses.to_vec(), state: State::default(), seat: Seat::default() };
         let mut events = Vec::new();
         let result = RunLoop { warmup: 1, steps: 2, ..RunLoop::default() }.run(
             &mut engine,

@@ -40,9 +40,9 @@ impl From<OptimizerPlan> for Recipe {
 }
 
 impl Recipe {
-    /// Runs a forward or a loss in the number format of the recipe, on the calling thread.
-    pub fn autocast<T>(&self, run: impl FnOnce() -> Result<T>) -> Result<T> {
-        precision::autocast(self.precision, Device::Cpu, run)
+    /// Runs a forward or a loss on `device` in the number format of the recipe, on the calling thread.
+    pub fn autocast<T>(&self, device: Device, run: impl FnOnce() -> Result<T>) -> Result<T> {
+        precision::autocast(self.precision, device, run)
     }
 }
 

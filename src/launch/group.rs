@@ -7,6 +7,7 @@
 use super::failure::{Cause, Failure, first_cause};
 use super::protocol::{Job, Message};
 use crate::error::{Error, Kind, Result};
+use crate::metrics::record::CardKind;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -288,6 +289,19 @@ fn interrupted(signal: usize) -> Error {
     Error::new(Kind::Interrupted, format!("interrupted by {name}"))
 }
 
+/// The CUDA cards of a job, by name, in its order; `None` where it has none. The worker sees no others, so
+/// nothing in it can open one, and their order is the same however often it is read.
+fn visible_devices(job: &Job) -> Option<OsString> {
+    let mut uuids: Vec<&str> = Vec::new();
+    for card in job.own_cards().iter().filter(|card| card.kind == CardKind::Cuda) {
+        // One that is named twice is still one card.
+        if !uuids.contains(&card.uuid.as_str()) {
+            uuids.push(&card.uuid);
+        }
+    }
+    (!uuids.is_empty()).then(|| uuids.join(",").into())
+}
+
 fn start(program: &Program, job: &Job, events: &SyncSender<(usize, Event)>) -> std::io::Result<Worker> {
     let mut command = Command::new(&program.path);
     command
@@ -299,6 +313,9 @@ fn start(program: &Program, job: &Job, events: &SyncSender<(usize, Event)>) -> s
         .process_group(0);
     for name in &program.unset {
         command.env_remove(name);
+    }
+    if let Some(visible) = visible_devices(job) {
+        command.env("CUDA_VISIBLE_DEVICES", visible);
     }
     let mut child = command.spawn()?;
     let mut stdin = child.stdin.take();

@@ -12,6 +12,7 @@ pub(super) fn shell(script: &str) -> Program {
 pub(super) fn job(rank: usize, world_size: usize) -> Job {
     let plan = Plan {
         run: RunPlan {
+            devices: None,
             device: DeviceChoice::Cpu,
             cards: world_size,
             engines: vec![EngineKind::Ddp],

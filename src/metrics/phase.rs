@@ -1,9 +1,13 @@
-//! Phases of a step: named spans of one card's time, taken with plain clock reads.
+//! Phases of a step: named spans of one card's time. The host's part is taken with plain clock reads, a
+//! CUDA card's with events in its stream, which have a time once the card has come past them.
 //!
 //! No barrier and no device synchronisation exists for timing alone. A recorder belongs to one thread.
 
+use crate::card::cuda::{Mark, Stream, Timeline};
+use crate::error::{Error, Kind, Result};
 use crate::units::Nanos;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 /// A named part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -85,6 +89,60 @@ pub struct Span {
     pub start: Nanos,
     /// Length.
     pub duration: Nanos,
+    /// How long the host took to ask for it, where the card did it by itself; `None` where the host did it.
+    #[serde(default)]
+    pub issue: Option<Nanos>,
+}
+
+/// A span whose card may not have come to its end yet.
+#[derive(Debug)]
+pub enum Timed {
+    /// The host did it: its times are known.
+    Known(Span),
+    /// A card does it. The span has the host's times, of asking for it.
+    Marked {
+        /// Of the host.
+        span: Span,
+        /// Where it begins in the card's stream.
+        begin: Mark,
+        /// Where it ends.
+        end: Mark,
+    },
+    /// It could not be marked.
+    Lost(Error),
+}
+
+impl Timed {
+    /// The step it belongs to; the last one there is for what was lost.
+    pub fn step(&self) -> u64 {
+        match self {
+            Self::Known(span) | Self::Marked { span, .. } => span.step,
+            Self::Lost(_) => u64::MAX,
+        }
+    }
+
+    /// The span, of a card that has been waited for.
+    pub fn span(self) -> Result<Span> {
+        match self {
+            Self::Known(span) => Ok(span),
+            Self::Marked { span, begin, end } => {
+                let interval = begin.until(&end)?.ok_or_else(|| {
+                    Error::new(
+                        Kind::Worker,
+                        format!("card {}: {} has not ended", span.card, span.phase.name()),
+                    )
+                })?;
+                let duration = interval.end.since(interval.start);
+                Ok(Span { start: interval.start, duration, issue: Some(span.duration), ..span })
+            }
+            Self::Lost(error) => Err(error),
+        }
+    }
+}
+
+/// The spans, of cards that have been waited for.
+pub fn settle(timed: impl IntoIterator<Item = Timed>) -> Result<Vec<Span>> {
+    timed.into_iter().map(Timed::span).collect()
 }
 
 /// One step of one process, as its worker reports it.
@@ -131,13 +189,26 @@ pub struct CardTotals {
 pub struct Recorder {
     card: usize,
     step: u64,
-    spans: Vec<Span>,
+    spans: Vec<Timed>,
+    timeline: Option<Timeline>,
+}
+
+/// A phase that has begun.
+#[derive(Debug)]
+pub struct Begun {
+    at: Nanos,
+    mark: Option<Mark>,
 }
 
 impl Recorder {
-    /// A recorder for this card.
+    /// A recorder for what the calling thread does for this card.
     pub fn new(card: usize) -> Self {
-        Self { card, step: 0, spans: Vec::new() }
+        Self { card, step: 0, spans: Vec::new(), timeline: None }
+    }
+
+    /// A recorder for what this card does in a stream; for what the thread does where there is none.
+    pub fn of(card: usize, stream: Option<&Arc<Stream>>) -> Self {
+        Self { timeline: stream.map(|stream| Timeline::new(Arc::clone(stream))), ..Self::new(card) }
     }
 
     /// The card it records for.
@@ -145,31 +216,68 @@ impl Recorder {
         self.card
     }
 
+    /// The stream it marks.
+    pub fn stream(&self) -> Option<&Arc<Stream>> {
+        self.timeline.as_ref().map(Timeline::stream)
+    }
+
     /// The step that spans belong to now.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// Spans from now on belong to this step.
+    /// Spans from now on belong to this step. The card is idle at the start of one, which is when its time
+    /// and the host's are tied.
     pub fn set_step(&mut self, step: u64) {
+        let begins = step != self.step || self.spans.is_empty();
         self.step = step;
+        if let Some(Err(error)) = self.timeline.as_mut().filter(|_| begins).map(Timeline::anchor) {
+            self.lose(error);
+        }
     }
 
     /// Runs `work` and records it as `phase`, also when it fails.
     pub fn time<T>(&mut self, phase: Phase, work: impl FnOnce() -> T) -> T {
-        let start = Nanos::now();
+        let begun = self.begin();
         let result = work();
-        self.push(phase, start, Nanos::now());
+        self.end(phase, begun);
         result
     }
 
-    /// Records a span that was timed elsewhere.
-    pub fn push(&mut self, phase: Phase, start: Nanos, end: Nanos) {
-        self.spans.push(Span { step: self.step, card: self.card, phase, start, duration: end.since(start) });
+    /// A phase begins whose name will be told at its end.
+    pub fn begin(&mut self) -> Begun {
+        Begun { at: Nanos::now(), mark: self.mark() }
+    }
+
+    /// It ends.
+    pub fn end(&mut self, phase: Phase, Begun { at, mark }: Begun) {
+        let duration = Nanos::now().since(at);
+        let span = Span { step: self.step, card: self.card, phase, start: at, duration, issue: None };
+        let timed = match mark.and_then(|begin| Some((begin, self.mark()?))) {
+            Some((begin, end)) => Timed::Marked { span, begin, end },
+            None => Timed::Known(span),
+        };
+        self.spans.push(timed);
     }
 
     /// Hands over what was recorded so far.
-    pub fn drain(&mut self) -> Vec<Span> {
+    pub fn drain(&mut self) -> Vec<Timed> {
         std::mem::take(&mut self.spans)
+    }
+
+    fn mark(&mut self) -> Option<Mark> {
+        match self.timeline.as_mut().map(Timeline::mark)? {
+            Ok(mark) => Some(mark),
+            Err(error) => {
+                self.lose(error);
+                None
+            }
+        }
+    }
+
+    /// Without its marks a step is not worth reporting: whoever asks for the spans hears why.
+    fn lose(&mut self, error: Error) {
+        self.timeline = None;
+        self.spans.push(Timed::Lost(error));
     }
 }

@@ -371,6 +371,9 @@ pub struct StepRow {
     pub duration_ns: u64,
     /// Real samples the card saw; only on `step` rows.
     pub samples: Option<u64>,
+    /// How long the host took to ask for it; empty where the host itself did it.
+    #[serde(default)]
+    pub issue_ns: Option<u64>,
 }
 
 /// One row of `samples.csv`: what the sampler read of one card at one moment.

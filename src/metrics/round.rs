@@ -102,30 +102,29 @@ pub fn failed(error: &Error) -> Round {
 
 /// Rows of `steps.csv` of one rank: for each step the whole of it on each card, then its phases.
 pub fn step_rows(engine: &str, round: usize, rank: usize, log: &RankLog) -> Vec<StepRow> {
-    let row = |card, step, phase: &str, start: Nanos, duration: Nanos, samples| StepRow {
-        engine: engine.to_owned(),
-        round,
-        rank,
-        card,
-        step,
-        phase: phase.to_owned(),
-        start_ns: start.0,
-        duration_ns: duration.0,
-        samples,
-    };
+    let row =
+        |card, step, phase: &str, start: Nanos, duration: Nanos, samples, issue: Option<Nanos>| StepRow {
+            engine: engine.to_owned(),
+            round,
+            rank,
+            card,
+            step,
+            phase: phase.to_owned(),
+            start_ns: start.0,
+            duration_ns: duration.0,
+            samples,
+            issue_ns: issue.map(|issue| issue.0),
+        };
     let mut rows = Vec::new();
     for report in &log.steps {
         let shares = shares(report.samples as usize, log.cards.len(), log.weights.as_deref());
         for (&card, samples) in log.cards.iter().zip(shares) {
             let duration = report.end.since(report.start);
-            rows.push(row(card, report.step, WHOLE_STEP, report.start, duration, Some(samples as u64)));
+            rows.push(row(card, report.step, WHOLE_STEP, report.start, duration, Some(samples as u64), None));
         }
-        rows.extend(
-            report
-                .spans
-                .iter()
-                .map(|span| row(span.card, span.step, span.phase.name(), span.start, span.duration, None)),
-        );
+        rows.extend(report.spans.iter().map(|span| {
+            row(span.card, span.step, span.phase.name(), span.start, span.duration, None, span.issue)
+        }));
     }
     rows
 }
@@ -293,7 +292,7 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     fn span(step: u64, card: usize, phase: Phase, start_ms: u64, ms: u64) -> Span {
-        Span { step, card, phase, start: Nanos(start_ms * MS), duration: Nanos(ms * MS) }
+        Span { step, card, phase, start: Nanos(start_ms * MS), duration: Nanos(ms * MS), issue: None }
     }
 
     fn step(step: u64, loss: f64, samples: u64, start_ms: u64, end_ms: u64, spans: Vec<Span>) -> StepReport {

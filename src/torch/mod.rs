@@ -5,11 +5,13 @@
 
 #![allow(unsafe_code)]
 
+pub mod cuda;
 pub mod grad;
 pub mod memory;
 pub mod optim;
 pub mod precision;
 pub mod random;
+pub mod seat;
 mod shim;
 pub mod store;
 pub mod threads;

@@ -21,6 +21,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Version.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
@@ -258,6 +259,42 @@ CountingAllocator* CountingAllocator::installed = nullptr;
 } // namespace
 
 extern "C" {
+
+// ---- CUDA devices ----
+
+// Makes this the calling thread's device, and says whether libtorch would compute in its default stream.
+char* dvd_cuda_enter(int64_t device, bool* default_stream) {
+  return guarded([&] {
+    const auto index = static_cast<c10::DeviceIndex>(device);
+    at::accelerator::setDeviceIndex(index);
+    *default_stream = at::accelerator::getCurrentStream(index).id() == 0;
+  });
+}
+
+// Sends the calling thread's work to a stream that libtorch did not make. The id of such a stream is its
+// address: that is how libtorch's getStreamFromExternal makes one, whose symbol a CPU machine lacks.
+char* dvd_cuda_work_in(int64_t device, void* stream) {
+  return guarded([&] {
+    const c10::Device place(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+    at::accelerator::setDeviceIndex(place.index());
+    at::accelerator::setCurrentStream(
+        c10::Stream(c10::Stream::UNSAFE, place, reinterpret_cast<c10::StreamId>(stream)));
+  });
+}
+
+// Bytes of the caching allocator that tensors use now, and used at most since the last reset.
+char* dvd_cuda_memory(int64_t device, uint64_t* live, uint64_t* peak) {
+  return guarded([&] {
+    const auto stats = at::accelerator::getDeviceStats(static_cast<c10::DeviceIndex>(device));
+    const auto& bytes = stats.allocated_bytes[0];  // over all pools
+    *live = static_cast<uint64_t>(bytes.current);
+    *peak = static_cast<uint64_t>(bytes.peak);
+  });
+}
+
+char* dvd_cuda_reset_peak(int64_t device) {
+  return guarded([&] { at::accelerator::resetPeakStats(static_cast<c10::DeviceIndex>(device)); });
+}
 
 // ---- gradients ----
 

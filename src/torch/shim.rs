@@ -88,6 +88,10 @@ unsafe extern "C" {
     pub(super) fn dvd_autocast_enter(cuda: bool, half: bool, saved: *mut SavedAutocast) -> Text;
     pub(super) fn dvd_autocast_exit(saved: SavedAutocast);
     pub(super) fn dvd_unscale(gradients: Tensors, count: usize, factor: f64, finite: *mut bool) -> Text;
+    pub(super) fn dvd_cuda_enter(device: i64, default_stream: *mut bool) -> Text;
+    pub(super) fn dvd_cuda_work_in(device: i64, stream: *mut c_void) -> Text;
+    pub(super) fn dvd_cuda_memory(device: i64, live: *mut u64, peak: *mut u64) -> Text;
+    pub(super) fn dvd_cuda_reset_peak(device: i64) -> Text;
     pub(super) fn dvd_set_tf32(allow: bool);
     pub(super) fn dvd_tf32(allowed: *mut bool);
 

@@ -202,6 +202,7 @@ fn one_step(
                 start_ns,
                 duration_ns: end_ns - start_ns,
                 samples,
+                issue_ns: None,
             });
         };
         let mut at = start;
@@ -349,6 +350,7 @@ fn environment(cards: usize) -> Environment {
 fn plan(size: Size) -> Plan {
     Plan {
         run: RunPlan {
+            devices: None,
             device: DeviceChoice::Cpu,
             cards: size.cards,
             engines: ENGINES.to_vec(),

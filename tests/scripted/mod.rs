@@ -16,15 +16,22 @@ use tempfile::TempDir;
 pub(crate) enum Library {
     /// `libcuda.so.1`.
     Cuda,
+    /// `libnccl.so`.
+    Nccl,
 }
 
 impl Library {
-    pub(crate) const ALL: &[Self] = &[Self::Cuda];
+    pub(crate) const ALL: &[Self] = &[
+        Self::Cuda,
+        #[cfg(feature = "engines")]
+        Self::Nccl,
+    ];
 
     /// The target that builds it.
     fn example(self) -> &'static str {
         match self {
             Self::Cuda => "scripted_cuda",
+            Self::Nccl => "scripted_nccl",
         }
     }
 
@@ -32,6 +39,7 @@ impl Library {
     fn names(self) -> &'static [&'static str] {
         match self {
             Self::Cuda => &["libcuda.so.1"],
+            Self::Nccl => &["libnccl.so"],
         }
     }
 }

@@ -107,9 +107,18 @@ impl Stream {
 
     /// Waits until all that was enqueued is done, at most until the deadline.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
+        self.synchronize_unless(deadline, &mut || Ok(()))
+    }
+
+    /// As [`Self::synchronize`], but ends with the first error of `hopeless`, which is asked all the while.
+    pub fn synchronize_unless(
+        &self,
+        deadline: Duration,
+        hopeless: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
         let end = Event::new(&self.context, Timing::No)?;
         self.record(&end)?;
-        end.synchronize(deadline)
+        end.synchronize_unless(deadline, hopeless)
     }
 }
 
@@ -177,11 +186,16 @@ impl Event {
 
     /// Waits until the stream has come to it, at most until the deadline.
     pub fn synchronize(&self, deadline: Duration) -> Result<()> {
+        self.synchronize_unless(deadline, &mut || Ok(()))
+    }
+
+    fn synchronize_unless(&self, deadline: Duration, hopeless: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         let start = Nanos::now();
         loop {
             if self.is_reached()? {
                 return Ok(());
             }
+            hopeless()?;
             let waited = Nanos::now().since(start);
             if u128::from(waited.0) >= deadline.as_nanos() {
                 return Err(Error::new(

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
 /// Changes with the layout below, so that two builds never share a block.
-const MAGIC: u64 = u64::from_le_bytes(*b"ddp-shm1");
+const MAGIC: u64 = u64::from_le_bytes(*b"ddp-shm2");
 
 /// Bytes of a message that travel in one round of an exchange.
 pub(super) const MESSAGE: usize = 8 << 10;
@@ -62,8 +62,14 @@ pub(super) struct Slot {
     /// Number of the last meeting it arrived at.
     pub(super) arrived: AtomicU64,
     tag: [AtomicU64; Tag::WORDS],
+    /// Number of the last collective it asked its card for; 0 for none.
+    issued: AtomicU64,
+    asked: [[AtomicU64; Tag::WORDS]; ASKED],
     outbox: [Outbox; 2],
 }
+
+/// How many of a rank's last requests to its card others can look at.
+const ASKED: usize = 32;
 
 /// A message on its way. Two a rank: a rank that reads one round's is never overtaken by the next.
 #[repr(C)]
@@ -84,6 +90,29 @@ impl Slot {
     /// What the rank was about to do when it last arrived.
     pub(super) fn tag(&self) -> Tag {
         Tag::decode(std::array::from_fn(|i| self.tag[i].load(Relaxed)))
+    }
+
+    /// Shows what the rank asks its card for.
+    pub(super) fn issue(&self, tag: Tag) {
+        let place = &self.asked[tag.number as usize % ASKED];
+        for (word, value) in place.iter().zip(tag.encode()) {
+            word.store(value, Relaxed);
+        }
+        self.issued.store(tag.number, Release);
+    }
+
+    /// Number of the last collective it asked its card for; 0 for none.
+    pub(super) fn issued(&self) -> u64 {
+        self.issued.load(Acquire)
+    }
+
+    /// What its request of this number was; `None` if that is too long ago, or still to come.
+    pub(super) fn request(&self, number: u64) -> Option<Tag> {
+        let place = &self.asked[number as usize % ASKED];
+        let tag = Tag::decode(std::array::from_fn(|i| place[i].load(Relaxed)));
+        // Half the ring: the rank may be about to write over what is older.
+        let known = number <= self.issued() && self.issued() < number + ASKED as u64 / 2;
+        (known && tag.number == number).then_some(tag)
     }
 
     /// Puts at most [`MESSAGE`] bytes of a message of `total` bytes out, for exchange round `round`.

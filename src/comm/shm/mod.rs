@@ -12,6 +12,7 @@
 #![allow(unsafe_code)]
 
 mod control;
+mod issue;
 mod region;
 mod tag;
 
@@ -63,6 +64,8 @@ pub struct Shm {
     meetings: u64,
     /// Rounds of exchanges so far: which outbox is in use.
     rounds: u64,
+    /// Collectives that this rank asked its card for so far.
+    issued: u64,
     allocations: usize,
 }
 
@@ -125,6 +128,7 @@ impl Shm {
             calls: 0,
             meetings: 0,
             rounds: 0,
+            issued: 0,
             allocations: 0,
         })
     }

@@ -50,7 +50,7 @@ fn train(engine: &mut dyn Engine, steps: i64, channels: i64, from: i64, rows: i6
             let (images, labels) = data(samples, channels, step);
             let outcome = engine.backward(batch(&images, &labels, from, rows), &mut recorder).unwrap();
             engine.update(&mut recorder).unwrap();
-            outcome.loss * outcome.samples as f64 / samples as f64
+            outcome.loss.value().unwrap() * outcome.samples as f64 / samples as f64
         })
         .collect();
     let state = engine.state().named_tensors();

@@ -182,6 +182,7 @@ mod tests {
             start_ns: start_ms * 1_000_000,
             duration_ns: length_ms * 1_000_000,
             samples: None,
+            issue_ns: None,
         }
     }
 
