@@ -17,8 +17,10 @@ fn an_option_that_is_tried_is_a_row_beside_its_engine() {
     assert_eq!(row["tried"]["base"], "ddp");
     assert_eq!(row["tried"]["options"], serde_json::json!(["ddp.overlap=false"]));
     assert_eq!(row["rounds"].as_array().unwrap().len(), 2);
-    // Without overlap nothing is hidden.
-    assert!(row["rounds"][0]["overlap"].as_f64().unwrap() < 0.5, "{row}");
+    // Without overlap nothing is hidden but what slips in between two clock reads, of which a busy machine can
+    // make one long.
+    let hidden = row["rounds"].as_array().unwrap().iter().map(|round| round["overlap"].as_f64().unwrap());
+    assert!(hidden.reduce(f64::min).unwrap() < 0.5, "{row}");
     let result = &results["comparison"]["ab"]["ddp[overlap=false]"];
     assert!(result["throughput"]["ratio"].as_f64().unwrap() > 0.0);
     assert_eq!((&result["loss_difference"], &result["tolerance"]), (&Value::from(0.0), &Value::from(1e-4)));

@@ -94,7 +94,7 @@ fn raw_rows_parse_and_every_step_of_every_card_is_there() {
     assert_eq!(exit(&output), 0, "{}", stderr(&output));
     let mut steps = csv::Reader::from_path(runs.path("rows").join("steps.csv")).unwrap();
     let header: Vec<_> = steps.headers().unwrap().iter().map(str::to_owned).collect();
-    assert_eq!(header.join(","), "engine,round,rank,card,step,phase,start_ns,duration_ns,samples");
+    assert_eq!(header.join(","), "engine,round,rank,card,step,phase,start_ns,duration_ns,samples,issue_ns");
     let rows: Vec<csv::StringRecord> = steps.records().collect::<Result<_, _>>().unwrap();
     let whole = |engine: &str| -> Vec<u64> {
         let steps = rows.iter().filter(|row| &row[0] == engine && &row[5] == "step");

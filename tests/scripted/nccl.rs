@@ -70,7 +70,9 @@ fn section() -> &'static Section {
 fn note(line: &str) {
     let Some(path) = &section().log else { return };
     let mut file = File::options().create(true).append(true).open(path).expect("log opens");
-    let thread = std::thread::current().name().unwrap_or("-").to_owned();
+    // Not std's name: that is known to the program's std, not to this library's.
+    let thread = std::fs::read_to_string("/proc/thread-self/comm").unwrap_or_default();
+    let thread = thread.trim();
     file.write_all(format!("{} {thread} {line}\n", std::process::id()).as_bytes()).expect("log is written");
 }
 
