@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::launch::{Group, Job, Limits, MemoryFile, Message, Mode, Program, StoreAddress};
 use crate::metrics::record::{CardInfo, SampleRow};
 use crate::metrics::round::RankLog;
-use crate::metrics::sampler::{Account, Charge, Sampler, Subject, WatchedCard, WatchedProcess};
+use crate::metrics::sampler::{Charge, Sampled, Sampler, Subject, WatchedCard, WatchedProcess};
 use crate::units::Nanos;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub(crate) struct Cell {
 pub(crate) struct Outcome {
     /// By rank, as far as they came.
     pub(crate) logs: Vec<RankLog>,
-    pub(crate) sampled: Account,
+    pub(crate) sampled: Sampled,
     pub(crate) result: Result<()>,
 }
 
@@ -63,7 +63,7 @@ pub(crate) fn run(
     let engine = cell.row.engine;
     let cards = cards_of(engine, &request.cards);
     let world_size = engine.layout().processes(cards.len());
-    let mut outcome = Outcome { logs: Vec::new(), sampled: Account::default(), result: Ok(()) };
+    let mut outcome = Outcome { logs: Vec::new(), sampled: Sampled::default(), result: Ok(()) };
     outcome.logs.resize_with(world_size, RankLog::default);
     let (logs, sampled) = (&mut outcome.logs, &mut outcome.sampled);
     outcome.result = std::thread::scope(|scope| {
@@ -163,7 +163,8 @@ fn program(engine: EngineKind, request: &Request) -> Result<Program> {
 }
 
 fn watched(card: &CardInfo) -> WatchedCard {
-    WatchedCard { index: card.index, uuid: card.uuid.clone(), cores: card.cores.as_ref().map_or(1, Vec::len) }
+    let cores = card.cores.as_ref().map_or(1, Vec::len);
+    WatchedCard { index: card.index, kind: card.kind, uuid: card.uuid.clone(), cores }
 }
 
 fn keep(log: &mut RankLog, message: Message, started: Nanos) {

@@ -15,7 +15,7 @@ use crate::launch::{MemoryFile, Message, Mode};
 use crate::metrics::record::{AbResult, Comparison, Results, RoundStatus, SCHEMA, Status, Warning};
 use crate::metrics::sampler::Account;
 use crate::metrics::stats;
-use crate::metrics::{record::Round, round};
+use crate::metrics::{record::Round, round, watched};
 use crate::report;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -100,6 +100,7 @@ fn empty_results(request: &Request, rows: &[Row], argv: Vec<String>) -> Result<R
         engines: rows.iter().map(|row| (row.name.clone(), row.empty_record())).collect(),
         comparison: Comparison::default(),
         sampling: None,
+        monitoring: None,
         warnings: request.warnings.clone(),
     })
 }
@@ -143,6 +144,9 @@ impl Run<'_> {
         }
         self.results.finished_at = Some(now());
         self.warn_of_sampler();
+        for Warning { code, message, hint } in stats::monitoring_warnings(&self.results) {
+            self.warn(&code, message, hint);
+        }
         let concluded = self.conclude(json);
         // What ended the run is what the user has to know; what failed after it is likely its consequence.
         ended.and(concluded)
@@ -197,7 +201,10 @@ impl Run<'_> {
         let folder = &self.folder;
         let write_samples = |rows| folder.append_samples(rows);
         let outcome = cell::run(&cell, &self.request, self.grace, self.stop, write_samples, &mut observe);
-        self.sampled = self.sampled.plus(outcome.sampled);
+        self.sampled = self.sampled.plus(outcome.sampled.account);
+        if let Some(monitoring) = &outcome.sampled.monitoring {
+            self.results.monitoring.get_or_insert_default().absorb(monitoring.clone());
+        }
         let record = self.judge(row, round, outcome)?;
         self.keep(row, record)
     }
@@ -222,7 +229,10 @@ impl Run<'_> {
                 for (rank, log) in outcome.logs.iter().enumerate() {
                     self.folder.append_steps(&round::step_rows(name, round, rank, log))?;
                 }
-                round::summarise(row.engine, &outcome.logs, self.request.plan.run.warmup)
+                let warmup = self.request.plan.run.warmup;
+                let mut record = round::summarise(row.engine, &outcome.logs, warmup)?;
+                watched::add(&mut record, &outcome.logs, warmup, &outcome.sampled.series);
+                Ok(record)
             }
             Err(error) if matches!(error.kind(), Kind::OutOfMemory | Kind::Torch) => {
                 let message = format!("{name}, round {round}: {error}");

@@ -3,6 +3,7 @@
 use crate::card::cuda::{CudaCard, Driver, Fault, driver};
 use crate::config::DeviceChoice;
 use crate::error::{Error, Kind, Result};
+use crate::metrics::nvml;
 use crate::metrics::record::{CardInfo, CardKind, Warning};
 
 /// What kind of cards a run is on, and what the reader should know about that.
@@ -74,6 +75,17 @@ fn decide(choice: DeviceChoice, driver: Result<&Driver, Fault>, libtorch: bool) 
         }));
     }
     Ok(Found { cuda: Some(driver.cards().to_vec()), warnings: Vec::new() })
+}
+
+/// An error unless NVML can be asked: for runs that are worth nothing unwatched.
+pub(crate) fn require_nvml() -> Result<()> {
+    let why = match nvml::driver() {
+        nvml::Driver::Present { .. } => return Ok(()),
+        nvml::Driver::Missing => "it is not here (libnvidia-ml.so.1)".to_owned(),
+        nvml::Driver::Broken { error, .. } => error,
+    };
+    Err(Error::new(Kind::Unavailable, format!("sample.require_nvml is true, but NVML cannot be used: {why}"))
+        .hint("`dp-vs-ddp doctor` says what is missing; leave the key out to run without"))
 }
 
 /// The cards asked for, in order: by number or the beginning of a UUID; the first `count` where none are named.

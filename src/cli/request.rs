@@ -75,6 +75,9 @@ pub(crate) fn decide(config: Option<&str>, overrides: &Overrides, uneven: Uneven
     let cores = topology.physical_cores().min(quota);
     let mut machine = Machine { cards: topology.default_cards().min(quota), cores };
     let mut plan = resolve(&name, &text, overrides, machine, uneven)?;
+    if plan.sample.require_nvml {
+        gpu::require_nvml()?;
+    }
     let Found { cuda, mut warnings } = gpu::find(plan.run.device, worker::cuda_half())?;
     plan.run.device = DeviceChoice::Cpu;
     let cards = match cuda {

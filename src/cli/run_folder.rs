@@ -149,8 +149,32 @@ pub(crate) fn fresh_name() -> String {
 const STEP_COLUMNS: [&str; 10] =
     ["engine", "round", "rank", "card", "step", "phase", "start_ns", "duration_ns", "samples", "issue_ns"];
 
-const SAMPLE_COLUMNS: [&str; 8] =
-    ["engine", "round", "t_ns", "card", "uuid", "utilisation_percent", "memory_used_bytes", "power_mw"];
+const SAMPLE_COLUMNS: [&str; 24] = [
+    "engine",
+    "round",
+    "t_ns",
+    "card",
+    "uuid",
+    "utilisation_percent",
+    "memory_used_bytes",
+    "power_mw",
+    "memory_total_bytes",
+    "memory_controller_percent",
+    "energy_mj",
+    "temperature_c",
+    "sm_clock_mhz",
+    "memory_clock_mhz",
+    "throttle",
+    "pcie_rx_kb_s",
+    "pcie_tx_kb_s",
+    "nvlink_rx_kb_s",
+    "nvlink_tx_kb_s",
+    "sm_activity_percent",
+    "sm_occupancy_percent",
+    "process_memory_bytes",
+    "process_utilisation_percent",
+    "foreign_memory_bytes",
+];
 
 /// The header stands even where no row ever follows.
 fn write_header(path: &Path, columns: &[&str]) -> Result<()> {
@@ -217,9 +241,7 @@ mod tests {
             t_ns: 0,
             card: 0,
             uuid: String::new(),
-            utilisation_percent: None,
-            memory_used_bytes: None,
-            power_mw: None,
+            ..SampleRow::default()
         };
         assert_eq!(header(&|writer| writer.serialize(&step).unwrap()), STEP_COLUMNS.join(","));
         assert_eq!(header(&|writer| writer.serialize(&sample).unwrap()), SAMPLE_COLUMNS.join(","));

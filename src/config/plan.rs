@@ -514,6 +514,9 @@ pub enum CommHookPlan {
 pub struct SamplePlan {
     /// Time between two readings.
     pub period_ms: u64,
+    /// Whether a run without NVML is refused.
+    #[serde(default)]
+    pub require_nvml: bool,
 }
 
 /// Burns time in a phase: the documented knob that tests a gate.

@@ -55,7 +55,10 @@ pub fn resolve(
         clip_norm: settings.number("optimizer.clip_norm"),
         dp: dp(&settings, run.cards)?,
         ddp: ddp(&settings, batch)?,
-        sample: SamplePlan { period_ms: settings.size("sample.period_ms").map_or(100, |ms| ms as u64) },
+        sample: SamplePlan {
+            period_ms: settings.size("sample.period_ms").map_or(100, |ms| ms as u64),
+            require_nvml: settings.switch("sample.require_nvml").unwrap_or(false),
+        },
         inject: inject(&settings, run.cards)?,
         run,
         model,
@@ -490,6 +493,7 @@ mod tests {
         let cases: &[(&[&str], &str)] = &[
             (&[], "run.device=cpu"),
             (&[], "run.cards=4"),
+            (&[], "sample.require_nvml=true"),
             (&[], "run.devices=1,GPU-8932"),
             (&[], "run.engines=ddp"),
             (&[], "run.rounds=2"),

@@ -231,6 +231,7 @@ pub(super) const KEYS: &[Key] = &[
     key("ddp.join", Kind::Switch),
     key("ddp.sync_batch_norm", Kind::Switch),
     key("sample.period_ms", Kind::Integer(10, 60_000)),
+    key("sample.require_nvml", Kind::Switch),
     key("inject.phase", Kind::Word(&["forward", "backward", "update"])),
     key("inject.percent", Kind::Number("above 0, at most 10000", |x| x > 0.0 && x <= 10_000.0)),
     key("inject.rank", Kind::Integer(0, MAX_CARDS - 1)),

@@ -46,7 +46,7 @@ pub(super) fn job(rank: usize, world_size: usize) -> Job {
             join: false,
             sync_batch_norm: false,
         },
-        sample: SamplePlan { period_ms: 100 },
+        sample: SamplePlan { period_ms: 100, require_nvml: false },
         inject: None,
     };
     Job {

@@ -10,3 +10,4 @@ pub mod record;
 pub mod round;
 pub mod sampler;
 pub mod stats;
+pub mod watched;

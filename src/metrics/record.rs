@@ -36,6 +36,9 @@ pub struct Results {
     /// How the cards were sampled; `None` before the first reading.
     #[serde(default)]
     pub sampling: Option<Sampling>,
+    /// What came of watching CUDA cards; `None` on virtual cards.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub monitoring: Option<Monitoring>,
     /// What the reader should know.
     pub warnings: Vec<Warning>,
 }
@@ -53,6 +56,111 @@ pub struct Sampling {
     pub rejected: u64,
     /// CPU time the sampler itself took, of one core.
     pub cpu_percent: Option<f64>,
+}
+
+/// What came of watching CUDA cards, all rounds together.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Monitoring {
+    /// Why nothing was watched, if nothing was.
+    pub unavailable: Option<String>,
+    /// By card.
+    pub cards: Vec<CardMonitoring>,
+}
+
+/// One card's account.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CardMonitoring {
+    /// Position in the run's card list.
+    pub index: usize,
+    /// What identifies it.
+    pub uuid: String,
+    /// What its power readings are; `None` where the driver does not tell the chip.
+    pub power: Option<PowerKind>,
+    /// What its utilisation readings are; `None` where there was none.
+    pub utilisation: Option<UtilisationKind>,
+    /// Whether it has no memory of its own.
+    pub unified_memory: bool,
+    /// When it stopped to answer, CLOCK_MONOTONIC; `None` if it did not.
+    pub lost_since_ns: Option<u64>,
+    /// Most bytes that other processes used; `None` where the driver does not tell processes apart.
+    #[serde(default)]
+    pub foreign_memory_peak_bytes: Option<u64>,
+    /// Readings in which clocks were lower than they could be, by reason.
+    #[serde(default)]
+    pub throttle: BTreeMap<String, u64>,
+    /// By column of `samples.csv`.
+    pub fields: BTreeMap<String, FieldAccount>,
+}
+
+/// What came of asking for one field.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FieldAccount {
+    /// Values.
+    pub samples: u64,
+    /// Of them, zeros.
+    pub zeros: u64,
+    /// Refusals.
+    pub errors: u64,
+    /// Values that could not be true.
+    pub rejected: u64,
+    /// The first refusal or rejection, in few words.
+    pub first_error: Option<String>,
+}
+
+/// What a power reading is: two cards whose kinds differ cannot be compared by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PowerKind {
+    /// Over about a second.
+    Average,
+    /// Of a moment.
+    Instant,
+}
+
+/// What a utilisation reading is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UtilisationKind {
+    /// The mean of what the driver sampled since the last reading.
+    Buffered,
+    /// The driver's last average, over a sixth of a second to a second.
+    Point,
+}
+
+impl Monitoring {
+    /// Takes another round's account in.
+    pub fn absorb(&mut self, other: Self) {
+        self.unavailable = self.unavailable.take().or(other.unavailable);
+        for card in other.cards {
+            match self.cards.iter_mut().find(|known| known.index == card.index) {
+                None => self.cards.push(card),
+                Some(known) => known.absorb(card),
+            }
+        }
+        self.cards.sort_by_key(|card| card.index);
+    }
+}
+
+impl CardMonitoring {
+    fn absorb(&mut self, other: Self) {
+        self.power = self.power.or(other.power);
+        self.utilisation = self.utilisation.or(other.utilisation);
+        self.unified_memory |= other.unified_memory;
+        self.lost_since_ns = self.lost_since_ns.or(other.lost_since_ns);
+        self.foreign_memory_peak_bytes =
+            self.foreign_memory_peak_bytes.into_iter().chain(other.foreign_memory_peak_bytes).max();
+        for (reason, count) in other.throttle {
+            *self.throttle.entry(reason).or_default() += count;
+        }
+        for (name, account) in other.fields {
+            let known = self.fields.entry(name).or_default();
+            known.samples += account.samples;
+            known.zeros += account.zeros;
+            known.errors += account.errors;
+            known.rejected += account.rejected;
+            known.first_error = known.first_error.take().or(account.first_error);
+        }
+    }
 }
 
 /// How a run ended.
@@ -183,6 +291,9 @@ pub struct Round {
     pub cards: Vec<CardRound>,
     /// Hash of each rank's weights after the last step; equal for all ranks of `ddp`.
     pub weights_digests: Vec<String>,
+    /// Energy of all cards of the engine for one real sample; `None` unless all of them have a counter.
+    #[serde(default)]
+    pub joules_per_sample: Option<f64>,
     /// Updates that were left out because float16 could not hold their gradients, warm-up included.
     #[serde(default)]
     pub skipped_steps: u64,
@@ -230,8 +341,25 @@ pub struct CardRound {
     pub wait_ms: Option<f64>,
     /// Most bytes alive at once during the measured steps.
     pub memory_peak_bytes: Option<u64>,
-    /// Energy of the measured steps; `None` without a counter.
+    /// Energy of the measured steps, the card's waiting included; `None` without a counter.
     pub energy_joules: Option<f64>,
+    /// Where that is from.
+    #[serde(default)]
+    pub energy_source: Option<EnergySource>,
+    /// Most bytes of the card in use at once during the measured steps, by all processes, as NVML sees it:
+    /// beside what tensors need, contexts, kernels and what the allocator keeps.
+    #[serde(default)]
+    pub memory_used_peak_bytes: Option<u64>,
+}
+
+/// How energy was come by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EnergySource {
+    /// The card counts it.
+    Counter,
+    /// Power readings, added up: what lies between them is not seen.
+    Power,
 }
 
 /// Over the ok rounds of one engine.
@@ -243,6 +371,9 @@ pub struct Summary {
     pub step_ms: Spread,
     /// Against `single`.
     pub scaling_efficiency: Scaling,
+    /// Energy of all cards of the engine for one real sample.
+    #[serde(default)]
+    pub joules_per_sample: Option<Estimate>,
     /// Unevenness of the cards.
     pub imbalance: Imbalance,
     /// Medians over rounds, by card.
@@ -377,7 +508,7 @@ pub struct StepRow {
 }
 
 /// One row of `samples.csv`: what the sampler read of one card at one moment.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SampleRow {
     /// Row that is running.
     pub engine: String,
@@ -395,4 +526,52 @@ pub struct SampleRow {
     pub memory_used_bytes: Option<u64>,
     /// Power draw.
     pub power_mw: Option<u64>,
+    /// Bytes there are; with this and all below, only on CUDA cards.
+    #[serde(default)]
+    pub memory_total_bytes: Option<u64>,
+    /// Share of time in which memory was read or written: how busy its bus was, not how full it is.
+    #[serde(default)]
+    pub memory_controller_percent: Option<f64>,
+    /// Energy since the driver was loaded.
+    #[serde(default)]
+    pub energy_mj: Option<u64>,
+    /// Of the chip.
+    #[serde(default)]
+    pub temperature_c: Option<u64>,
+    /// Of the multiprocessors.
+    #[serde(default)]
+    pub sm_clock_mhz: Option<u64>,
+    /// Of the memory.
+    #[serde(default)]
+    pub memory_clock_mhz: Option<u64>,
+    /// Why clocks are lower than they could be, with `|` between; `none` where they are not.
+    #[serde(default)]
+    pub throttle: Option<String>,
+    /// From the host.
+    #[serde(default)]
+    pub pcie_rx_kb_s: Option<u64>,
+    /// To the host.
+    #[serde(default)]
+    pub pcie_tx_kb_s: Option<u64>,
+    /// From other cards.
+    #[serde(default)]
+    pub nvlink_rx_kb_s: Option<u64>,
+    /// To other cards.
+    #[serde(default)]
+    pub nvlink_tx_kb_s: Option<u64>,
+    /// Share of multiprocessors with work, over time.
+    #[serde(default)]
+    pub sm_activity_percent: Option<f64>,
+    /// Share of resident warps, over time.
+    #[serde(default)]
+    pub sm_occupancy_percent: Option<f64>,
+    /// Bytes of this run's processes.
+    #[serde(default)]
+    pub process_memory_bytes: Option<u64>,
+    /// Utilisation by this run's processes.
+    #[serde(default)]
+    pub process_utilisation_percent: Option<f64>,
+    /// Bytes of other processes.
+    #[serde(default)]
+    pub foreign_memory_bytes: Option<u64>,
 }

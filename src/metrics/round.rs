@@ -66,6 +66,7 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         gradient_bytes: gradient_bytes(logs, warmup),
         overlap: communication.and_then(Communication::overlap),
         cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps, timed)).collect(),
+        joules_per_sample: None,
         weights_digests: logs.iter().filter_map(|log| log.weights_digest.clone()).collect(),
         skipped_steps: logs.iter().map(|log| log.skipped_steps).max().unwrap_or(0),
         start_ms: logs.iter().filter_map(|log| log.ready_after).max().map(Nanos::as_ms),
@@ -94,6 +95,7 @@ pub fn failed(error: &Error) -> Round {
         gradient_bytes: None,
         overlap: None,
         cards: Vec::new(),
+        joules_per_sample: None,
         weights_digests: Vec::new(),
         skipped_steps: 0,
         start_ms: None,
@@ -160,10 +162,21 @@ fn wall_of_step(logs: &[RankLog], step: usize) -> (Nanos, Nanos) {
 
 /// Real samples over the wall time from the start of the first to the end of the last measured step.
 fn samples_per_second(logs: &[RankLog], warmup: usize, walls: &[(Nanos, Nanos)]) -> Option<f64> {
-    let real = |report: &StepReport| report.samples.saturating_sub(report.repeated);
-    let samples: u64 = logs.iter().flat_map(|log| &log.steps[warmup..]).map(real).sum();
+    let samples = real_samples(logs, warmup);
     let seconds = walls.last()?.1.since(walls.first()?.0).as_seconds();
     (seconds > 0.0).then(|| samples as f64 / seconds)
+}
+
+/// Samples of the measured steps, without those that only fill up an epoch.
+pub fn real_samples(logs: &[RankLog], warmup: usize) -> u64 {
+    let real = |report: &StepReport| report.samples.saturating_sub(report.repeated);
+    logs.iter().flat_map(|log| log.steps.get(warmup..).unwrap_or_default()).map(real).sum()
+}
+
+/// From the first rank's start of the first measured step to the last rank's end of the last one.
+pub fn measured_window(logs: &[RankLog], warmup: usize) -> Option<(Nanos, Nanos)> {
+    let measured = || logs.iter().flat_map(|log| log.steps.get(warmup..).unwrap_or_default());
+    Some((measured().map(|step| step.start).min()?, measured().map(|step| step.end).max()?))
 }
 
 /// Mean over the samples of all ranks.
@@ -274,6 +287,8 @@ fn card_round(card: usize, logs: &[RankLog], spans: &[Span], steps: usize, timed
         wait_ms: timed.then(|| per_step(|phase| phase == Phase::Wait)),
         memory_peak_bytes: totals.and_then(|totals| totals.memory_peak_bytes),
         energy_joules: None,
+        energy_source: None,
+        memory_used_peak_bytes: None,
     }
 }
 

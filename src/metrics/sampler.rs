@@ -4,8 +4,10 @@
 //! whole period late is left out and counted. Rows leave through a bounded channel, so memory does not
 //! grow with the length of a run. It accounts for its own CPU time.
 
+use super::nvml::Watch;
 use super::proc;
-use super::record::{SampleRow, Sampling};
+use super::record::{CardKind, Monitoring, SampleRow, Sampling};
+use super::watched::{Point, Series};
 use crate::card::Meter;
 use crate::error::{Error, Kind, Result};
 use crate::units::Nanos;
@@ -25,6 +27,8 @@ const BELIEVABLE_PERCENT: std::ops::RangeInclusive<f64> = -5.0..=105.0;
 pub struct WatchedCard {
     /// Position in the run's card list.
     pub index: usize,
+    /// What it is made of, and so who knows about it: the kernel, or NVML.
+    pub kind: CardKind,
     /// What identifies it.
     pub uuid: String,
     /// Cores it has.
@@ -104,11 +108,22 @@ impl Account {
     }
 }
 
+/// What a sampler brought home.
+#[derive(Debug, Default)]
+pub struct Sampled {
+    /// What it did.
+    pub account: Account,
+    /// What came of watching CUDA cards; `None` where there were none.
+    pub monitoring: Option<Monitoring>,
+    /// The readings of each of them.
+    pub series: Vec<Series>,
+}
+
 /// A running sampler; dropping it without [`stop`](Self::stop) ends it too.
 #[derive(Debug)]
 pub struct Sampler {
     stop: Sender<()>,
-    thread: JoinHandle<Account>,
+    thread: JoinHandle<Sampled>,
 }
 
 impl Sampler {
@@ -124,8 +139,8 @@ impl Sampler {
         Ok(Self { stop, thread })
     }
 
-    /// Ends it and gives its account.
-    pub fn stop(self) -> Account {
+    /// Ends it and gives what it brought home.
+    pub fn stop(self) -> Sampled {
         drop(self.stop);
         // A sampler that panicked has no account to give; the run is worth keeping all the same.
         self.thread.join().unwrap_or_default()
@@ -137,7 +152,7 @@ fn watch(
     period: Duration,
     rows: &SyncSender<SampleRow>,
     stopped: &Receiver<()>,
-) -> Account {
+) -> Sampled {
     let period = Nanos(u64::try_from(period.as_nanos()).unwrap_or(u64::MAX).max(1));
     let cpu_before = Nanos::thread_cpu();
     let start = Nanos::now();
@@ -145,13 +160,20 @@ fn watch(
     let mut account = Account::default();
     let mut meters: Vec<_> = subject.cards.iter().map(|card| Utilisation::new(card.cores)).collect();
     let mut threads = BTreeMap::new();
+    let mut gpus = Gpus::of(subject);
     // The sender is dropped when it is time to stop.
     while stopped.recv_timeout(left_until(deadline)) == Err(RecvTimeoutError::Timeout) {
         account.ticks += 1;
         read_threads(&subject.processes, &mut threads);
         for (card, utilisation) in subject.cards.iter().zip(&mut meters) {
-            let (row, rejected) = read_card(subject, card, &threads, utilisation);
-            account.rejected += u64::from(rejected);
+            let row = match (&mut gpus, card.kind) {
+                (Some(gpus), CardKind::Cuda) => gpus.read(subject, card),
+                _ => {
+                    let (row, rejected) = read_card(subject, card, &threads, utilisation);
+                    account.rejected += u64::from(rejected);
+                    row
+                }
+            };
             if rows.try_send(row).is_err() {
                 account.missed += 1;
             }
@@ -160,9 +182,77 @@ fn watch(
         account.missed += skipped;
         deadline = next;
     }
+    // Once more: a counter has to be read on both sides of what it counts.
+    for card in subject.cards.iter().filter(|card| card.kind == CardKind::Cuda) {
+        if let Some(gpus) = &mut gpus {
+            let row = gpus.read(subject, card);
+            account.missed += u64::from(rows.try_send(row).is_err());
+        }
+    }
     account.cpu = Nanos::thread_cpu().since(cpu_before);
     account.wall = Nanos::now().since(start);
-    account
+    let (monitoring, series) = gpus.map(|gpus| (gpus.watch.account(), gpus.series)).unzip();
+    Sampled { account, monitoring, series: series.unwrap_or_default() }
+}
+
+/// The CUDA cards among those that are watched.
+struct Gpus {
+    watch: Watch,
+    series: Vec<Series>,
+    own: Vec<u32>,
+}
+
+impl Gpus {
+    /// `None` where there are none.
+    fn of(subject: &Subject) -> Option<Self> {
+        let cards: Vec<&WatchedCard> =
+            subject.cards.iter().filter(|card| card.kind == CardKind::Cuda).collect();
+        (!cards.is_empty()).then(|| Self {
+            watch: Watch::open(cards.iter().map(|card| (card.index, card.uuid.clone()))),
+            series: cards.iter().map(|card| Series { card: card.index, points: Vec::new() }).collect(),
+            own: subject.processes.iter().map(|process| process.pid).collect(),
+        })
+    }
+
+    fn read(&mut self, subject: &Subject, card: &WatchedCard) -> SampleRow {
+        let at = Nanos::now();
+        let reading = self.watch.read(card.index, &self.own).unwrap_or_default();
+        if let Some(series) = self.series.iter_mut().find(|series| series.card == card.index) {
+            series.points.push(Point {
+                at,
+                utilisation_percent: reading.utilisation_percent,
+                memory_used_bytes: reading.memory_used_bytes,
+                energy_mj: reading.energy_mj,
+                power_mw: reading.power_mw,
+            });
+        }
+        SampleRow {
+            engine: subject.engine.clone(),
+            round: subject.round,
+            t_ns: at.0,
+            card: card.index,
+            uuid: card.uuid.clone(),
+            utilisation_percent: reading.utilisation_percent,
+            memory_used_bytes: reading.memory_used_bytes,
+            power_mw: reading.power_mw,
+            memory_total_bytes: reading.memory_total_bytes,
+            memory_controller_percent: reading.memory_controller_percent,
+            energy_mj: reading.energy_mj,
+            temperature_c: reading.temperature_c,
+            sm_clock_mhz: reading.sm_clock_mhz,
+            memory_clock_mhz: reading.memory_clock_mhz,
+            throttle: reading.throttle,
+            pcie_rx_kb_s: reading.pcie_rx_kb_s,
+            pcie_tx_kb_s: reading.pcie_tx_kb_s,
+            nvlink_rx_kb_s: reading.nvlink_rx_kb_s,
+            nvlink_tx_kb_s: reading.nvlink_tx_kb_s,
+            sm_activity_percent: reading.sm_activity_percent,
+            sm_occupancy_percent: reading.sm_occupancy_percent,
+            process_memory_bytes: reading.process_memory_bytes,
+            process_utilisation_percent: reading.process_utilisation_percent,
+            foreign_memory_bytes: reading.foreign_memory_bytes,
+        }
+    }
 }
 
 fn left_until(deadline: Nanos) -> Duration {
@@ -228,7 +318,7 @@ fn read_card(
             Reading::Missing | Reading::Rejected => None,
         },
         memory_used_bytes: meter.filter(|_| seen && counted).map(|meter| meter.live_bytes.load(Relaxed)),
-        power_mw: None,
+        ..SampleRow::default()
     };
     (row, reading == Reading::Rejected)
 }
@@ -319,7 +409,7 @@ mod tests {
 
     #[test]
     fn a_card_whose_threads_ended_has_no_reading_rather_than_an_idle_one() {
-        let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
+        let card = WatchedCard { index: 0, kind: CardKind::Virtual, uuid: "cores:0".into(), cores: 1 };
         let meter = Arc::new(Meter::create(1).unwrap());
         let subject =
             Subject { engine: "ddp".into(), round: 0, cards: vec![card.clone()], processes: vec![], meter };
@@ -351,7 +441,7 @@ mod tests {
             })
             .unwrap();
         started.recv().unwrap();
-        let card = WatchedCard { index: 0, uuid: "cores:0".into(), cores: 1 };
+        let card = WatchedCard { index: 0, kind: CardKind::Virtual, uuid: "cores:0".into(), cores: 1 };
         let meter = Arc::new(Meter::create(1).unwrap());
         meter.card(0).live_bytes.store(4096, Relaxed);
         let subject = Subject {
@@ -363,7 +453,7 @@ mod tests {
         };
         let sampler = Sampler::start(subject, Duration::from_millis(100), rows).unwrap();
         std::thread::sleep(Duration::from_millis(950));
-        let account = sampler.stop();
+        let account = sampler.stop().account;
         quit.store(true, Relaxed);
         busy.join().unwrap();
         let rows: Vec<_> = received.iter().collect();

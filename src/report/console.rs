@@ -25,7 +25,7 @@ pub fn console(results: &Results) -> String {
         ),
         (
             plain(tables::balance(results)),
-            &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap"],
+            &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap", "Energy"],
         ),
         (tables::ab(results), &["Throughput", "Memory peak", "Loss differs by"]),
         (

@@ -73,6 +73,7 @@ impl Fixture {
             }
         }
         let mut results = Results {
+            monitoring: None,
             schema: SCHEMA.to_owned(),
             argv: vec!["dp-vs-ddp".into(), "compare".into(), "--cards".into(), size.cards.to_string()],
             started_at: "2026-03-01T10:00:00Z".into(),
@@ -257,6 +258,8 @@ fn summarise_round(
             communication_ms: (cards > 1).then(|| per_step(card, &communication)),
             wait_ms: Some(wait),
             memory_peak_bytes: Some((180 << 20) + extra + (noise.next() * 1e6) as i64 as u64 % (1 << 20)),
+            energy_source: None,
+            memory_used_peak_bytes: None,
             energy_joules: None,
         }
     });
@@ -284,6 +287,7 @@ fn summarise_round(
             _ => None,
         },
         cards: cards_round.collect(),
+        joules_per_sample: None,
         weights_digests: vec!["f00d".into(); if engine == EngineKind::Ddp { cards } else { 1 }],
         skipped_steps: 0,
         start_ms: Some(300.0),
@@ -316,7 +320,7 @@ fn sample(
                 memory_used_bytes: record.cards[card]
                     .memory_peak_bytes
                     .map(|peak| (peak as f64 * (0.88 + 0.1 * noise.next())) as u64),
-                power_mw: None,
+                ..SampleRow::default()
             });
         }
     }
@@ -384,7 +388,7 @@ fn plan(size: Size) -> Plan {
             join: false,
             sync_batch_norm: false,
         },
-        sample: SamplePlan { period_ms: size.period_ms },
+        sample: SamplePlan { period_ms: size.period_ms, require_nvml: false },
         inject: None,
     }
 }

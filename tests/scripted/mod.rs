@@ -16,6 +16,8 @@ use tempfile::TempDir;
 pub(crate) enum Library {
     /// `libcuda.so.1`.
     Cuda,
+    /// `libnvidia-ml.so.1`.
+    Nvml,
     /// `libnccl.so`.
     Nccl,
 }
@@ -23,6 +25,7 @@ pub(crate) enum Library {
 impl Library {
     pub(crate) const ALL: &[Self] = &[
         Self::Cuda,
+        Self::Nvml,
         #[cfg(feature = "engines")]
         Self::Nccl,
     ];
@@ -31,6 +34,7 @@ impl Library {
     fn example(self) -> &'static str {
         match self {
             Self::Cuda => "scripted_cuda",
+            Self::Nvml => "scripted_nvml",
             Self::Nccl => "scripted_nccl",
         }
     }
@@ -39,6 +43,7 @@ impl Library {
     fn names(self) -> &'static [&'static str] {
         match self {
             Self::Cuda => &["libcuda.so.1"],
+            Self::Nvml => &["libnvidia-ml.so.1"],
             Self::Nccl => &["libnccl.so"],
         }
     }

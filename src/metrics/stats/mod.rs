@@ -7,12 +7,14 @@ mod agreement;
 mod balance;
 mod bootstrap;
 mod describe;
+mod monitoring;
 mod summary;
 
 pub use agreement::{CHECKED_STEPS, loss_agreement, relative_difference, tolerance};
 pub use balance::{Resource, Unbalanced, unbalanced};
 pub use bootstrap::{MIN_ROUNDS, RESAMPLES, median_interval};
 pub use describe::{median, percentile, refuse_non_finite, spread};
+pub use monitoring::monitoring_warnings;
 pub use summary::{imbalance, paired_ratios, ratio, scaling, summarise};
 
 use super::record::{AbResult, Comparison, Ratio, Results, Scaling};

@@ -32,6 +32,7 @@ pub fn summarise(
         },
         step_ms,
         scaling_efficiency: scaling(name, record, engines)?,
+        joules_per_sample: joules_per_sample(name, &ok, seed)?,
         imbalance: if record.cards < 2 {
             Imbalance::default()
         } else {
@@ -42,6 +43,14 @@ pub fn summarise(
         },
         cards,
     }))
+}
+
+fn joules_per_sample(name: &str, rounds: &[&Round], seed: u64) -> Result<Option<Estimate>> {
+    let label = format!("joules_per_sample of {name}");
+    let values: Vec<f64> = rounds.iter().filter_map(|round| round.joules_per_sample).collect();
+    refuse_non_finite(&label, &values)?;
+    let ci95 = median_interval(&label, &values, seed)?;
+    Ok(median(&values).map(|median| Estimate { median, ci95 }))
 }
 
 /// Throughput of `over` over `base`: the median of the ratios of paired rounds. Drift of the machine
@@ -146,6 +155,16 @@ fn median_cards(name: &str, rounds: &[&Round]) -> Result<Vec<CardRound>> {
             memory_peak_bytes: of("memory_peak_bytes", |card| card.memory_peak_bytes.map(|b| b as f64))?
                 .map(|bytes| bytes.round() as u64),
             energy_joules: of("energy_joules", |card| card.energy_joules)?,
+            // Of different kinds they do not add up: then it is nobody's.
+            energy_source: cards
+                .iter()
+                .map(|card| card.energy_source)
+                .reduce(|a, b| if a == b { a } else { None })
+                .flatten(),
+            memory_used_peak_bytes: of("memory_used_peak_bytes", |card| {
+                card.memory_used_peak_bytes.map(|bytes| bytes as f64)
+            })?
+            .map(|bytes| bytes.round() as u64),
         })
     };
     by_index.into_iter().map(median_card).collect()
@@ -167,6 +186,7 @@ mod tests {
             exposed_communication_ms: None,
             gradient_bytes: None,
             overlap: None,
+            joules_per_sample: None,
             cards: vec![],
             weights_digests: vec![],
             skipped_steps: 0,
@@ -248,6 +268,8 @@ mod tests {
                     communication_ms: None,
                     wait_ms: None,
                     memory_peak_bytes: Some(if index == 0 { 300 } else { 100 }),
+                    energy_source: None,
+                    memory_used_peak_bytes: None,
                     energy_joules: None,
                 })
                 .collect();

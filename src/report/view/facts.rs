@@ -64,6 +64,10 @@ pub(super) fn facts(results: &Results, readings: usize) -> Vec<Fact> {
         Fact { name: "Software", value: software(results) },
         Fact { name: "Sampling", value: sampling(results, readings) },
         Fact {
+            name: "Monitoring",
+            value: results.monitoring.as_ref().map(super::monitoring::in_short).unwrap_or_default(),
+        },
+        Fact {
             name: "When",
             value: match &results.finished_at {
                 Some(end) => format!("{} to {end}", results.started_at),
@@ -134,9 +138,11 @@ fn ddp(results: &Results) -> String {
 
 fn sampling(results: &Results, readings: usize) -> String {
     let period = results.sampling.map_or(results.plan.sample.period_ms, |sampling| sampling.period_ms);
-    let mut parts = vec![format!(
-        "a reading of each card every {period} ms, {readings} in all; a reading is the mean since the one before"
-    )];
+    let meaning = match results.environment.cards.first().map(|card| card.kind) {
+        Some(CardKind::Cuda) => "by NVML",
+        _ => "a reading is the mean since the one before",
+    };
+    let mut parts = vec![format!("a reading of each card every {period} ms, {readings} in all; {meaning}")];
     if let Some(sampling) = &results.sampling {
         parts.push(format!("{} too late and {} impossible, left out", sampling.missed, sampling.rejected));
         parts.extend(sampling.cpu_percent.map(|cost| format!("cost {} % of a core", number(cost))));

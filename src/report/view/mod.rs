@@ -1,6 +1,7 @@
 //! From records to what is shown: plain values, no drawing and no layout. Pure.
 
 mod facts;
+mod monitoring;
 mod over_time;
 mod steps;
 pub(super) mod tables;
@@ -27,6 +28,10 @@ pub(super) struct View {
     pub(super) cards: Table,
     /// Options that were tried; without rows where none was.
     pub(super) ab: Table,
+    /// How to read what NVML says; empty on virtual cards.
+    pub(super) monitoring: Vec<String>,
+    /// What it would not say.
+    pub(super) refusals: Table,
     pub(super) facts: Vec<Fact>,
     pub(super) warnings: Vec<Warning>,
     /// What could not be used, in plain words.
@@ -83,6 +88,8 @@ impl View {
             balance: tables::balance(results),
             cards: tables::cards(results),
             ab: tables::ab(results),
+            monitoring: monitoring::notes(results),
+            refusals: monitoring::refusals(results),
             facts: facts::facts(results, run.samples.len()),
             warnings: results.warnings.clone(),
             notes: run.notes.clone(),

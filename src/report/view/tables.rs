@@ -54,9 +54,10 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
         "Exposed, ms",
         // The communication thread of a virtual card shares its cores: what it hides there is not free.
         if virtual_cards { "Overlap, wall-clock" } else { "Overlap" },
+        "Energy, J a sample",
         "Rounds",
     ];
-    by_engine(results, &header, |record| {
+    let mut table = by_engine(results, &header, |record| {
         let summary = record.summary.as_ref();
         let ok = ok_rounds(record);
         let over = |figure: fn(&Round) -> Option<f64>| {
@@ -70,9 +71,12 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
             number_or_dash(over(|round| round.communication_ms)),
             number_or_dash(over(|round| round.exposed_communication_ms)),
             percent_or_dash(over(|round| round.overlap).map(|overlap| overlap * 100.0)),
+            number_or_dash(summary.and_then(|s| s.joules_per_sample).map(|joules| joules.median)),
             format!("{} of {}", ok.len(), record.rounds.len()),
         ]
-    })
+    });
+    table.drop_empty("Energy, J a sample");
+    table
 }
 
 /// What each option that was tried costs: its row against its base, round by round.
@@ -154,7 +158,9 @@ pub(in crate::report) fn cards(results: &Results) -> Table {
         summaries().flat_map(|(_, s)| &s.cards).filter_map(|c| c.memory_peak_bytes).max().unwrap_or(0);
     let (unit, size) = memory_unit(largest as f64);
     let header = ["Engine", "Card", "Busy", "Compute, ms", "Comm., ms", "Wait, ms"].map(str::to_owned);
-    let header = header.into_iter().chain([format!("Peak memory, {unit}"), "Energy, J".to_owned()]);
+    let used = format!("Used memory, {unit}");
+    let header =
+        header.into_iter().chain([format!("Peak memory, {unit}"), used.clone(), "Energy, J".to_owned()]);
     let rows = summaries().flat_map(|(name, summary)| {
         summary.cards.iter().map(move |card| {
             vec![
@@ -165,11 +171,13 @@ pub(in crate::report) fn cards(results: &Results) -> Table {
                 number_or_dash(card.communication_ms),
                 number_or_dash(card.wait_ms),
                 number_or_dash(card.memory_peak_bytes.map(|bytes| bytes as f64 / size)),
+                number_or_dash(card.memory_used_peak_bytes.map(|bytes| bytes as f64 / size)),
                 number_or_dash(card.energy_joules),
             ]
         })
     });
     let mut table = Table { header: header.collect(), rows: rows.collect() };
+    table.drop_empty(&used);
     table.drop_empty("Energy, J");
     table
 }

@@ -1,11 +1,9 @@
-//! The door to NVML, NVIDIA's management library: loaded at run time, where there is one.
-//!
-//! Every answer can be missing. A missing library is an ordinary machine without a GPU, not an error.
+//! What NVML says of the driver and its cards, asked once.
 
+use super::library::{self, Fault};
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::{Nvml, cuda_driver_version_major, cuda_driver_version_minor};
+use nvml_wrapper::{cuda_driver_version_major, cuda_driver_version_minor};
 use serde::Serialize;
-use std::ffi::OsStr;
 
 /// What NVML says about the driver.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -44,11 +42,10 @@ pub struct Gpu {
 
 /// Asks the driver. Takes some tenths of a second where there is one.
 pub fn driver() -> Driver {
-    // The plain name comes with development packages only; drivers install the versioned one.
-    let nvml = match Nvml::builder().lib_path(OsStr::new("libnvidia-ml.so.1")).init() {
+    let nvml = match library::open() {
         Ok(nvml) => nvml,
-        Err(NvmlError::LibloadingError(_)) => return Driver::Missing,
-        Err(error) => return broken(&error),
+        Err(Fault::Missing) => return Driver::Missing,
+        Err(Fault::Broken { reason, mismatch }) => return Driver::Broken { error: reason, mismatch },
     };
     let count = match nvml.device_count() {
         Ok(count) => count,
@@ -76,7 +73,10 @@ pub fn driver() -> Driver {
 }
 
 fn broken(error: &NvmlError) -> Driver {
-    Driver::Broken { error: error.to_string(), mismatch: matches!(error, NvmlError::LibRmVersionMismatch) }
+    match Fault::of(error) {
+        Fault::Missing => Driver::Missing,
+        Fault::Broken { reason, mismatch } => Driver::Broken { error: reason, mismatch },
+    }
 }
 
 #[cfg(test)]
@@ -90,7 +90,7 @@ mod tests {
         let unloaded = broken(&NvmlError::DriverNotLoaded);
         assert_eq!(
             unloaded,
-            Driver::Broken { error: "NVIDIA driver is not loaded".to_owned(), mismatch: false }
+            Driver::Broken { error: NvmlError::DriverNotLoaded.to_string(), mismatch: false }
         );
     }
 
