@@ -170,6 +170,35 @@ fn own_card(job: &Job) -> Result<&CardInfo> {
 }
 
 fn work(job: &Job, reporter: &mut Reporter) -> Result<()> {
+    run_job(job, reporter).map_err(|error| match error.kind() {
+        Kind::OutOfMemory => out_of_memory(job, &error),
+        _ => error,
+    })
+}
+
+/// What ran out, where, and at which batch: what decides whether less of it would fit.
+fn out_of_memory(job: &Job, error: &Error) -> Error {
+    let text = error.to_string();
+    // DataParallel has several cards, and puts the one that failed before its words.
+    let (card, what) = text
+        .strip_prefix("card ")
+        .and_then(|rest| rest.split_once(": "))
+        .and_then(|(card, what)| Some((card.parse().ok()?, what)))
+        .unwrap_or_else(|| (own_card(job).map_or(0, |card| card.index), text.as_str()));
+    let batch = job.plan.batch;
+    let size = match job.engine.layout() {
+        Layout::OneCard if job.engine == EngineKind::SinglePerCard => format!("batch {}", batch.per_card),
+        Layout::OneCard => format!("batch {}", batch.global),
+        Layout::OneProcess | Layout::ProcessPerCard => {
+            format!("batch {} ({} a card)", batch.global, batch.per_card)
+        }
+    };
+    let what = what.strip_prefix("out of memory: ").unwrap_or(what);
+    let error = Error::new(Kind::OutOfMemory, format!("out of memory on card {card} at {size}: {what}"));
+    error.hint("make the batch or the model smaller, or use more cards")
+}
+
+fn run_job(job: &Job, reporter: &mut Reporter) -> Result<()> {
     let card = own_card(job)?;
     if card.kind == CardKind::Cuda {
         cuda::load()?;

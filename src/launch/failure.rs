@@ -63,7 +63,9 @@ impl Failure {
             .hint("run it again; if it ends again, please report it with the text above"),
             Cause::Reported { kind, error, hint } => {
                 let error = Error::new(kind, error);
-                let error = if world_size > 1 { error.context(who) } else { error };
+                // Memory is a card's, which the worker has named.
+                let named = world_size == 1 || kind == Kind::OutOfMemory;
+                let error = if named { error } else { error.context(who) };
                 match hint {
                     Some(hint) => error.hint(hint),
                     None => error,
@@ -140,7 +142,7 @@ mod tests {
             failure(0, Cause::Signal(libc::SIGSEGV)),
         ];
         let error = first_cause(failures).unwrap().into_error(2);
-        assert_eq!((error.kind(), error.to_string()), (Kind::OutOfMemory, "rank 1: no room".to_owned()));
+        assert_eq!((error.kind(), error.to_string()), (Kind::OutOfMemory, "no room".to_owned()));
     }
 
     #[test]

@@ -21,11 +21,11 @@ pub fn console(results: &Results) -> String {
     for (table, columns) in [
         (
             plain(tables::speed(results)),
-            &["Batch, global", "Batch, per card", "Samples/s", "95 % interval", "Step, ms"][..],
+            &["Batch, global", "Batch, per card", "Samples/s", "95 % interval", "Step, ms", "Energy"][..],
         ),
         (
             plain(tables::balance(results)),
-            &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap", "Energy"],
+            &["Weak scaling", "Strong scaling", "Imbalance, busy", "Imbalance, memory", "Overlap"],
         ),
         (tables::ab(results), &["Throughput", "Memory peak", "Loss differs by"]),
         (

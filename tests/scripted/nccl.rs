@@ -318,6 +318,14 @@ pub extern "C" fn ncclCommInitAll(to: *mut *mut Comm, count: c_int, _: *const c_
             // SAFETY: the caller's, with room for as many.
             unsafe { *to.add(rank as usize) = comm };
         }
+        // It returns once all are there, as it does not take a config that says otherwise.
+        for rank in 0..count {
+            // SAFETY: just written.
+            let comm = unsafe { &**to.add(rank as usize) };
+            while comm.joining.load(SeqCst) != 0 {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
         Ok(())
     })
 }

@@ -81,11 +81,12 @@ impl Shm {
         }
         let late: Vec<String> =
             slots.iter().enumerate().filter_map(|(rank, slot)| late(rank, slot, number)).collect();
-        let who = if late.is_empty() { "no rank".to_owned() } else { late.join(", ") };
-        let what = format!(
-            "collective {number}{name} has not ended after {:.1} s; {who} had not asked its card for it",
-            waited.as_secs_f64()
-        );
+        let who = match late.is_empty() {
+            true => "all ranks had asked their cards for it".to_owned(),
+            false => format!("{} had not asked its card for it", late.join(", ")),
+        };
+        let what =
+            format!("collective {number}{name} has not ended after {:.1} s; {who}", waited.as_secs_f64());
         Err(self.stop(None, Kind::Timeout, &what))
     }
 }

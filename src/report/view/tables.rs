@@ -14,7 +14,10 @@ pub(in crate::report) struct Table {
     pub(in crate::report) rows: Vec<Vec<String>>,
 }
 
-/// How fast each engine was.
+/// Of all cards of an engine; there only where they count it.
+const ENERGY: &str = "Energy, J/sample";
+
+/// How fast each engine was, and what a sample cost.
 pub(in crate::report) fn speed(results: &Results) -> Table {
     let header = [
         "Engine",
@@ -25,8 +28,9 @@ pub(in crate::report) fn speed(results: &Results) -> Table {
         "95 % interval",
         "Step, ms",
         "5 to 95 %, ms",
+        ENERGY,
     ];
-    by_engine(results, &header, |record| {
+    let mut table = by_engine(results, &header, |record| {
         let summary = record.summary.as_ref();
         let spread = summary.map(|s| format!("{} to {}", number(s.step_ms.p5), number(s.step_ms.p95)));
         vec![
@@ -37,8 +41,11 @@ pub(in crate::report) fn speed(results: &Results) -> Table {
             interval(summary.and_then(|s| s.samples_per_second.ci95)),
             number_or_dash(summary.map(|s| s.step_ms.median)),
             spread.unwrap_or_else(|| MISSING.to_owned()),
+            number_or_dash(summary.and_then(|s| s.joules_per_sample).map(|joules| joules.median)),
         ]
-    })
+    });
+    table.drop_empty(ENERGY);
+    table
 }
 
 /// How well each engine scales, how even its cards are and what communication costs.
@@ -54,10 +61,9 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
         "Exposed, ms",
         // The communication thread of a virtual card shares its cores: what it hides there is not free.
         if virtual_cards { "Overlap, wall-clock" } else { "Overlap" },
-        "Energy, J a sample",
         "Rounds",
     ];
-    let mut table = by_engine(results, &header, |record| {
+    by_engine(results, &header, |record| {
         let summary = record.summary.as_ref();
         let ok = ok_rounds(record);
         let over = |figure: fn(&Round) -> Option<f64>| {
@@ -71,12 +77,9 @@ pub(in crate::report) fn balance(results: &Results) -> Table {
             number_or_dash(over(|round| round.communication_ms)),
             number_or_dash(over(|round| round.exposed_communication_ms)),
             percent_or_dash(over(|round| round.overlap).map(|overlap| overlap * 100.0)),
-            number_or_dash(summary.and_then(|s| s.joules_per_sample).map(|joules| joules.median)),
             format!("{} of {}", ok.len(), record.rounds.len()),
         ]
-    });
-    table.drop_empty("Energy, J a sample");
-    table
+    })
 }
 
 /// What each option that was tried costs: its row against its base, round by round.

@@ -1,0 +1,331 @@
+//! Whole runs on scripted cards: the engines, NCCL or copies between cards, and the files they leave.
+
+use crate::scripted::{Library, Machine, cards, uuid};
+use serde_json::Value;
+use std::process::Output;
+
+const LOG: &str = "[cuda]\nlog = \"{dir}/cuda.log\"\n[nccl]\nlog = \"{dir}/nccl.log\"\n";
+
+fn machine(count: usize, more: &str) -> Machine {
+    Machine::new(&[Library::Cuda, Library::Nccl], &format!("{}{LOG}{more}", cards(count)))
+}
+
+fn compare(machine: &Machine, more: &[&str]) -> (Output, Value) {
+    let mut command =
+        machine.command(&["compare", "digits", "--device", "cuda", "--warmup", "1", "--steps", "3"]);
+    if !more.contains(&"--rounds") {
+        command.args(["--rounds", "1"]);
+    }
+    let output = command.args(["--out", "runs", "--run-id", "run"]).args(more).output().unwrap();
+    (output, results(machine))
+}
+
+fn results(machine: &Machine) -> Value {
+    let text = std::fs::read_to_string(machine.path().join("runs/run/results.json")).unwrap_or_default();
+    serde_json::from_str(&text).unwrap_or(Value::Null)
+}
+
+fn exit(output: &Output) -> i32 {
+    output.status.code().unwrap_or(-1)
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The cards that each process opened, by process, in the order in which processes appear.
+fn opened(machine: &Machine) -> Vec<Vec<String>> {
+    let mut by_process: Vec<(u32, Vec<String>)> = Vec::new();
+    for (pid, line) in machine.log("cuda.log") {
+        let Some(uuid) = line.strip_prefix("open ") else { continue };
+        match by_process.iter_mut().find(|(known, _)| *known == pid) {
+            Some((_, cards)) => cards.push(uuid.to_owned()),
+            None => by_process.push((pid, vec![uuid.to_owned()])),
+        }
+    }
+    by_process.into_iter().map(|(_, cards)| cards).collect()
+}
+
+#[test]
+fn engines_agree_on_played_cards_and_the_run_is_labelled_as_played() {
+    let machine = machine(2, "");
+    let (output, results) = compare(&machine, &[]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    assert_eq!(results["comparison"]["losses"]["agree"], true);
+    assert_eq!(results["comparison"]["losses"]["checked"], "single, dp, ddp: first 4 steps");
+    assert!(
+        results["warnings"].as_array().unwrap().iter().any(|w| w["code"] == "scripted_driver"),
+        "{results}"
+    );
+    let cards = results["environment"]["cards"].as_array().unwrap();
+    assert_eq!(cards.len(), 2);
+    assert_eq!((&cards[1]["kind"], &cards[1]["uuid"]), (&Value::from("cuda"), &Value::from(uuid(1))));
+    assert_eq!(results["environment"]["software"]["nccl"], "2.28.9");
+    assert_eq!(results["engines"]["ddp"]["rounds"][0]["weights_digests"].as_array().unwrap().len(), 2);
+    // No NVML on this machine: nothing is made up.
+    for card in results["engines"]["ddp"]["summary"]["cards"].as_array().unwrap() {
+        assert_eq!((&card["utilisation_percent_mean"], &card["energy_joules"]), (&Value::Null, &Value::Null));
+    }
+    assert!(results["monitoring"]["unavailable"].as_str().unwrap().contains("NVML"), "{results}");
+    assert!(results["warnings"].as_array().unwrap().iter().any(|w| w["code"] == "monitoring_unavailable"));
+}
+
+// A worker opens its own card and no other one, the parent none.
+#[test]
+fn every_worker_opens_just_its_own_cards() {
+    let machine = machine(2, "");
+    let (output, _) = compare(&machine, &["--engines", "dp,ddp"]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let (zero, one) = (uuid(0), uuid(1));
+    let mut opened = opened(&machine);
+    opened[1..].sort();
+    assert_eq!(opened, [vec![zero.clone(), one.clone()], vec![zero], vec![one]]);
+}
+
+// Field cases 082, 085: order and identity through all levels of processes.
+#[test]
+fn the_order_of_visible_devices_reaches_the_workers() {
+    let machine = machine(4, "");
+    let arguments =
+        ["compare", "digits", "--device", "cuda", "--engines", "ddp", "--rounds", "1", "--warmup", "0"];
+    let mut command = machine.command(&arguments);
+    command.args(["--steps", "2", "--out", "runs", "--run-id", "run", "--cards", "2"]);
+    // The bad entry ends the list: 1 is not visible.
+    let output = command.env("CUDA_VISIBLE_DEVICES", "3,2,9,1").output().unwrap();
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let results = results(&machine);
+    let of = |card: usize| results["environment"]["cards"][card]["uuid"].as_str().unwrap().to_owned();
+    assert_eq!((of(0), of(1)), (uuid(3), uuid(2)));
+    assert_eq!(results["environment"]["visible_devices"], "3,2,9,1");
+    let mut opened = opened(&machine);
+    opened.sort();
+    assert_eq!(opened, [vec![uuid(2)], vec![uuid(3)]]);
+    // The rank of each card, as it was computed on.
+    let joins: Vec<String> = machine.log("nccl.log").into_iter().map(|(_, line)| line).collect();
+    assert_eq!(joins.iter().filter(|line| line.contains("join")).count(), 2, "{joins:?}");
+}
+
+// Field case 083.
+#[test]
+fn devices_are_chosen_by_number_or_name_and_slips_are_refused() {
+    let machine = machine(3, "");
+    let (output, results) = compare(&machine, &["--engines", "single,ddp", "--devices", "2,0"]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    assert_eq!(results["environment"]["cards"][0]["uuid"], uuid(2));
+    for (devices, complaint) in [
+        ("-1", "`run.devices` is -1"),
+        ("0,-1", "`run.devices` is \"0,-1\""),
+        ("0,0", "`run.devices` is \"0,0\""),
+        ("", "`run.devices` is \"\""),
+        ("99", "`run.devices`: \"99\" is no card"),
+        ("GPU-0000", "is the beginning of 3 UUIDs"),
+        ("GPU-9", "is no card"),
+    ] {
+        let output =
+            machine.command(&["compare", "digits", "--device", "cuda", "--devices", devices]).output();
+        let output = output.unwrap();
+        assert_eq!(exit(&output), 2, "{devices}: {}", stderr(&output));
+        assert!(stderr(&output).contains(complaint), "{devices}: {}", stderr(&output));
+        assert!(stderr(&output).contains("hint: "), "{devices}: {}", stderr(&output));
+    }
+}
+
+// One card twice: what a machine with a single GPU can try. NCCL does not allow it, copies do.
+#[test]
+fn dp_runs_with_a_card_that_is_named_twice() {
+    let machine = machine(1, "");
+    let twice = format!("{0},{0}", uuid(0));
+    let (output, results) = compare(&machine, &["--engines", "single,dp", "--devices", &twice]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    assert_eq!(results["comparison"]["losses"]["agree"], true);
+    assert!(machine.log("nccl.log").is_empty());
+}
+
+fn copies(machine: &Machine) -> Vec<String> {
+    let lines = machine.log("cuda.log").into_iter().map(|(_, line)| line);
+    lines.filter(|line| line.starts_with("copy ")).collect()
+}
+
+#[test]
+fn dp_goes_by_copies_between_cards_where_there_is_no_nccl() {
+    let machine = Machine::new(&[Library::Cuda], &format!("{}{LOG}", cards(3)));
+    let (output, results) = compare(&machine, &["--engines", "single,dp", "--batch", "48"]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    assert_eq!(results["comparison"]["losses"]["agree"], true);
+    let copies = copies(&machine);
+    // Four steps: weights out to two cards, gradients back from them.
+    let between = |from: usize, to: usize| format!("copy {} {} ", uuid(from), uuid(to));
+    for (from, to) in [(0, 1), (0, 2), (1, 0), (2, 0)] {
+        let there = copies.iter().filter(|line| line.starts_with(&between(from, to))).count();
+        assert_eq!(there, 4, "{from} to {to}: {copies:?}");
+    }
+    assert_eq!(copies.len(), 16);
+    // Within a step the weights go out before any gradient comes back.
+    for step in copies.chunks(4) {
+        assert!(step[..2].iter().all(|line| line.starts_with(&format!("copy {}", uuid(0)))), "{step:?}");
+    }
+}
+
+#[test]
+fn dp_goes_through_nccl_where_it_is_there() {
+    let machine = machine(2, "");
+    let (output, _) = compare(&machine, &["--engines", "dp"]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    assert_eq!(copies(&machine), Vec::<String>::new());
+    let lines: Vec<String> = machine.log("nccl.log").into_iter().map(|(_, line)| line).collect();
+    let count = |what: &str| lines.iter().filter(|line| line.contains(what)).count();
+    assert_eq!((count("ncclBroadcast 0"), count("ncclReduce 1")), (4, 4), "{lines:?}");
+}
+
+// The order of DDP's communicator, and which thread does what.
+#[test]
+fn ddp_makes_uses_and_destroys_its_communicator_in_one_thread() {
+    let machine = machine(2, "");
+    let (output, _) = compare(&machine, &["--engines", "ddp"]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    for rank in 0..2 {
+        let mine: Vec<(String, String)> = machine
+            .log("nccl.log")
+            .into_iter()
+            .filter_map(|(_, line)| {
+                let (thread, call) = line.split_once(' ')?;
+                let words: Vec<&str> = call.split(' ').collect();
+                (words[1].split('/').next() == Some(&rank.to_string()))
+                    .then(|| (thread.to_owned(), words[0].to_owned()))
+            })
+            .collect();
+        assert!(mine.iter().all(|(thread, _)| *thread == format!("comm{rank}")), "{mine:?}");
+        let calls: Vec<&str> = mine.iter().map(|(_, call)| call.as_str()).collect();
+        assert_eq!(calls.first(), Some(&"join"));
+        assert_eq!(calls[calls.len() - 2..], ["finalize", "destroy"]);
+        // The weights of the start, then a bucket for each of the four steps.
+        assert_eq!(
+            calls[1..calls.len() - 2],
+            ["ncclBroadcast", "ncclAllReduce", "ncclAllReduce", "ncclAllReduce", "ncclAllReduce"]
+        );
+    }
+    // A stream of its own, that does not wait for the default one, as urgent as there is.
+    let streams: Vec<String> = machine
+        .log("cuda.log")
+        .into_iter()
+        .map(|(_, line)| line)
+        .filter(|line| line.starts_with("stream"))
+        .collect();
+    assert_eq!(streams, ["stream card 0 flags 1 priority -5"; 2]);
+}
+
+#[test]
+fn device_times_and_issue_times_stand_apart() {
+    let machine = machine(2, "");
+    let (output, _) = compare(&machine, &["--engines", "dp,ddp"]);
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let mut steps = csv::Reader::from_path(machine.path().join("runs/run/steps.csv")).unwrap();
+    let rows: Vec<csv::StringRecord> = steps.records().collect::<Result<_, _>>().unwrap();
+    let phases = rows.iter().filter(|row| &row[5] != "step");
+    for row in phases.clone() {
+        assert!(row[9].parse::<u64>().is_ok(), "{row:?}");
+    }
+    let of = |engine: &str, card: &str, phase: &str| {
+        phases.clone().filter(|row| &row[0] == engine && &row[3] == card && &row[5] == phase).count()
+    };
+    assert_eq!((of("ddp", "0", "all_reduce"), of("ddp", "1", "all_reduce")), (4, 4));
+    for phase in ["forward", "backward"] {
+        assert_eq!((of("dp", "0", phase), of("dp", "1", phase), of("ddp", "1", phase)), (4, 4, 4), "{phase}");
+    }
+    // The last step of a card's own thread is there, too.
+    assert!(
+        rows.iter().any(|row| &row[0] == "dp" && &row[3] == "1" && &row[4] == "3" && &row[5] == "backward")
+    );
+}
+
+#[test]
+fn a_card_that_runs_out_of_memory_is_a_finding_and_the_others_go_on() {
+    let machine = machine(2, "");
+    let full =
+        format!("[[cuda.fail]]\ncall = \"cuStreamCreateWithPriority\"\ncode = 2\ncard = \"{}\"\n", uuid(1));
+    machine.play(&format!("{}{full}", cards(2)));
+    let (output, results) = compare(&machine, &["--engines", "single,dp,ddp", "--rounds", "2"]);
+    // DDP has not one round to show: nothing was compared with it.
+    assert_eq!(exit(&output), 2, "{}", stderr(&output));
+    let rounds = results["engines"]["ddp"]["rounds"].as_array().unwrap();
+    assert_eq!(rounds.len(), 2);
+    let error = rounds[0]["error"].as_str().unwrap();
+    assert!(error.starts_with("out of memory on card 1 at batch 64 (32 a card): "), "{error}");
+    assert_eq!(rounds[1]["error"], rounds[0]["error"]);
+    for engine in ["single", "dp"] {
+        let rounds = results["engines"][engine]["rounds"].as_array().unwrap();
+        assert!(rounds.iter().all(|round| round["status"] == "ok"), "{engine}: {rounds:?}");
+    }
+    assert!(results["warnings"].as_array().unwrap().iter().any(|warning| warning["code"] == "cell_failed"));
+}
+
+#[test]
+fn a_driver_that_cannot_start_is_refused_or_gone_without() {
+    let machine = machine(2, "");
+    machine.play(&format!("{}[cuda]\nfail = [{{ call = \"cuInit\", code = 803 }}]\n", cards(2)));
+    let output = machine.command(&["compare", "digits", "--device", "cuda"]).output().unwrap();
+    assert_eq!(exit(&output), 2);
+    let text = stderr(&output);
+    assert!(
+        text.contains("no CUDA card can be used here: cuInit failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+        "{text}"
+    );
+    assert!(text.contains("reboot") && text.contains("--device cpu"), "{text}");
+    // What was not asked for by name is gone without, aloud.
+    let arguments =
+        ["compare", "digits", "--engines", "single", "--rounds", "1", "--steps", "2", "--out", "runs"];
+    let output = machine.command(&arguments).args(["--run-id", "run"]).output().unwrap();
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let results = results(&machine);
+    assert_eq!(results["environment"]["cards"][0]["kind"], "virtual");
+    assert_eq!(results["warnings"][0]["code"], "no_cuda_card");
+}
+
+#[test]
+fn no_card_and_no_libraries_are_no_panic() {
+    let machine = Machine::new(&[], "");
+    let output = machine.command(&["compare", "digits", "--device", "cuda"]).output().unwrap();
+    assert_eq!(exit(&output), 2);
+    assert!(stderr(&output).contains("there is no CUDA driver (libcuda.so.1) here"), "{}", stderr(&output));
+    let machine = Machine::new(&[Library::Cuda], "[cuda]\n");
+    let output = machine.command(&["compare", "digits", "--device", "cuda"]).output().unwrap();
+    assert_eq!(exit(&output), 2);
+    assert!(stderr(&output).contains("CUDA_ERROR_NO_DEVICE"), "{}", stderr(&output));
+    // DDP without NCCL says what is missing.
+    let machine = Machine::new(&[Library::Cuda], &cards(2));
+    let (output, _) = compare(&machine, &["--engines", "ddp"]);
+    assert_eq!(exit(&output), 2);
+    let text = stderr(&output);
+    assert!(text.contains("there is no NCCL (libnccl.so) here") && text.contains("./setup --full"), "{text}");
+    assert!(!text.contains("panicked"), "{text}");
+}
+
+#[test]
+fn options_and_precisions_agree_on_played_cards() {
+    let machine = machine(2, "");
+    let tried = [
+        "--ab",
+        "ddp.comm_hook=bf16",
+        "--ab",
+        "ddp.comm_hook=powersgd",
+        "--ab",
+        "ddp.find_unused_parameters=true",
+        "--ab",
+        "ddp.overlap=false",
+        "--ab",
+        "ddp.accumulate=2",
+        "--ab",
+        "ddp.static_graph=true",
+    ];
+    let (output, results) = compare(&machine, &[&["--engines", "ddp"][..], &tried].concat());
+    assert_eq!(exit(&output), 0, "{}", stderr(&output));
+    let ab = results["comparison"]["ab"].as_object().unwrap();
+    assert_eq!(ab.len(), 6);
+    for (row, result) in ab {
+        let difference = result["loss_difference"].as_f64().unwrap();
+        assert!(
+            result["tolerance"].is_null() || difference <= result["tolerance"].as_f64().unwrap(),
+            "{row}: {result}"
+        );
+    }
+}
