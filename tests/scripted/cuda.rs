@@ -96,7 +96,7 @@ fn visible(cards: &[Card], variable: Option<&str>) -> Vec<usize> {
         let found: Vec<usize> = match entry.parse::<usize>() {
             Ok(index) => (index < cards.len()).then_some(index).into_iter().collect(),
             Err(_) if entry.len() > 4 => {
-                (0..cards.len()).filter(|i| cards[*i].uuid.starts_with(entry)).collect()
+                (0..cards.len()).filter(|i| name(&cards[*i]).starts_with(entry)).collect()
             }
             Err(_) => Vec::new(),
         };
@@ -107,6 +107,11 @@ fn visible(cards: &[Card], variable: Option<&str>) -> Vec<usize> {
         }
     }
     chosen
+}
+
+/// A slice is known by a name of its own.
+fn name(card: &Card) -> String {
+    if card.name.contains(" MIG ") { card.uuid.replacen("GPU-", "MIG-", 1) } else { card.uuid.clone() }
 }
 
 fn driver() -> Result<&'static Driver, c_uint> {
