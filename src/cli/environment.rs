@@ -11,9 +11,12 @@ use sha2::{Digest, Sha256};
 pub(crate) fn describe(cards: &[CardInfo]) -> Result<Environment> {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| cpu_model(&text));
     let cores = available_cores()?.0.len();
+    let uuids: Vec<&str> = cards.iter().map(|card| card.uuid.as_str()).collect();
+    let links = cards.iter().any(|card| card.kind == CardKind::Cuda).then(|| nvml::links(&uuids)).flatten();
     Ok(Environment {
-        fingerprint: fingerprint(cards, cpu.as_deref(), cores),
+        fingerprint: fingerprint(cards, links.as_deref(), cpu.as_deref(), cores),
         cards: cards.to_vec(),
+        links,
         software: Software {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             libtorch: worker::libtorch_version(),
@@ -33,7 +36,7 @@ fn gpu_software(cards: &[CardInfo]) -> Software {
     }
     let libtorch = worker::libtorch_version();
     Software {
-        nccl: worker::nccl_version(),
+        nccl: worker::nccl().ok(),
         driver: match nvml::driver() {
             Driver::Present { version, .. } => version,
             Driver::Missing | Driver::Broken { .. } => None,
@@ -51,11 +54,19 @@ fn cuda_of(libtorch: &str) -> Option<String> {
 }
 
 /// Hash of what a measurement depends on and no update changes: kinds and sizes of the cards, the CPU
-/// model and the number of cores. Which cores a card got is chance, and is left out.
-fn fingerprint(cards: &[CardInfo], cpu: Option<&str>, cores: usize) -> String {
+/// model and the number of cores, and how the cards are linked. Which cores a card got is chance, and is left out.
+fn fingerprint(
+    cards: &[CardInfo],
+    links: Option<&[Vec<Option<String>>]>,
+    cpu: Option<&str>,
+    cores: usize,
+) -> String {
     let mut hash = Sha256::new();
     for card in cards {
         hash.update(format!("card {:?} {} {:?}\n", card.kind, card.name, card.memory_bytes));
+    }
+    for row in links.unwrap_or_default() {
+        hash.update(format!("links {row:?}\n"));
     }
     hash.update(format!("cpu {}\ncores {cores}\n", cpu.unwrap_or_default()));
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
@@ -90,12 +101,15 @@ mod tests {
 
     #[test]
     fn the_fingerprint_knows_hardware_and_nothing_else() {
-        let one = fingerprint(&[card("0")], Some("EPYC"), 2);
+        let one = fingerprint(&[card("0")], None, Some("EPYC"), 2);
         assert_eq!(one.len(), 64);
-        assert_eq!(one, fingerprint(&[card("1")], Some("EPYC"), 2));
-        assert_ne!(one, fingerprint(&[card("0"), card("1")], Some("EPYC"), 2));
-        assert_ne!(one, fingerprint(&[card("0")], Some("Xeon"), 2));
-        assert_ne!(one, fingerprint(&[card("0")], Some("EPYC"), 4));
+        assert_eq!(one, fingerprint(&[card("1")], None, Some("EPYC"), 2));
+        assert_ne!(one, fingerprint(&[card("0"), card("1")], None, Some("EPYC"), 2));
+        assert_ne!(one, fingerprint(&[card("0")], None, Some("Xeon"), 2));
+        assert_ne!(one, fingerprint(&[card("0")], None, Some("EPYC"), 4));
+        let link = |name: &str| vec![vec![Some(name.to_owned())]];
+        let linked = |name| fingerprint(&[card("0")], Some(&link(name)), Some("EPYC"), 2);
+        assert_ne!(linked("NV4"), linked("SYS"));
     }
 
     #[test]

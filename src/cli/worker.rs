@@ -61,9 +61,9 @@ pub(crate) fn cuda_half() -> bool {
     })
 }
 
-/// The NCCL that `ddp` uses on CUDA cards, loaded to be asked.
-pub(crate) fn nccl_version() -> Option<String> {
-    nccl::library().ok().map(nccl::Library::version)
+/// The NCCL that `ddp` uses on CUDA cards, loaded to be asked; or why it cannot be.
+pub(crate) fn nccl() -> Result<String, String> {
+    nccl::library().map(nccl::Library::version).map_err(|error| error.to_string())
 }
 
 /// The weights that every engine of ours starts from, as a safetensors file: peers draw others.

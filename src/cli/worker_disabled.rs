@@ -22,8 +22,8 @@ pub(crate) fn cuda_half() -> bool {
 }
 
 /// The NCCL that `ddp` would use: none.
-pub(crate) fn nccl_version() -> Option<String> {
-    None
+pub(crate) fn nccl() -> Result<String, String> {
+    Err("this build has no engines".to_owned())
 }
 
 /// Weights to start from: none can be drawn.

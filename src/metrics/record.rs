@@ -182,6 +182,9 @@ pub struct Environment {
     pub fingerprint: String,
     /// The cards used, in rank order.
     pub cards: Vec<CardInfo>,
+    /// The way between each two of them, as `nvidia-smi topo -m` names it; `None` on virtual cards and without NVML.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub links: Option<Vec<Vec<Option<String>>>>,
     /// Versions.
     pub software: Software,
     /// CPU model name.

@@ -93,7 +93,7 @@ fn two_lines(name: &str) -> String {
 }
 
 /// Lines of at most [`COLUMNS`] characters; a word longer than a line stands alone.
-fn wrap(text: &str, first: &str, rest: &str) -> String {
+pub(crate) fn wrap(text: &str, first: &str, rest: &str) -> String {
     let mut lines = String::new();
     let mut line = first.to_owned();
     let mut empty = true;

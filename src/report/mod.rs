@@ -14,6 +14,7 @@ mod verdict;
 mod view;
 
 pub use console::console;
+pub(crate) use console::wrap;
 
 use crate::error::Kind;
 use crate::{Error, Result};

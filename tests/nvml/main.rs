@@ -143,7 +143,7 @@ fn a_healthy_card_fills_every_column() {
     assert!(card["memory_peak_bytes"].as_u64().unwrap() < 1 << 30);
     assert_eq!(results["monitoring"]["cards"][0]["power"], "average");
     let page = file(&machine, "report.html");
-    assert!(page.contains("counts as busy") && page.contains("J/sample"));
+    assert!(page.contains("counts as busy") && page.contains("J&#x2f;sample"));
     assert_eq!(warning(&results, "foreign_processes"), None);
 }
 

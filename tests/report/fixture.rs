@@ -328,6 +328,7 @@ fn sample(
 
 fn environment(cards: usize) -> Environment {
     Environment {
+        links: None,
         fingerprint: "0123456789abcdef".into(),
         cards: (0..cards)
             .map(|index| CardInfo {

@@ -8,8 +8,10 @@ mod context;
 mod driver;
 mod stream;
 mod timeline;
+mod visible;
 
 pub use context::Context;
 pub use driver::{CudaCard, Driver, Fault, driver};
 pub use stream::{Event, Stream, Timing};
 pub use timeline::{Interval, Mark, Timeline};
+pub use visible::{Named, Physical, Slice, Visible, visible};

@@ -7,9 +7,11 @@ mod driver;
 mod ledger;
 mod library;
 mod reading;
+mod topology;
 mod watch;
 
 pub use driver::{Driver, Gpu, driver};
 pub use ledger::{Field, Ledger};
 pub use reading::Reading;
+pub use topology::links;
 pub use watch::Watch;

@@ -3,10 +3,14 @@
 //! [`Facts::gather`] reads the machine and decides nothing; [`findings`] judges facts and reads
 //! nothing. A fact that cannot be read is missing, never zero, and never a reason to fail.
 
+mod gpu;
+
 use crate::card::Topology;
 use crate::error::{Error, Kind, Result};
 use crate::metrics::nvml::{self, Driver};
+use crate::report::wrap;
 use crate::units;
+use gpu::Gpus;
 use serde::Serialize;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -32,6 +36,7 @@ pub(crate) struct Facts {
     shm_bytes: Option<u64>,
     libtorch: Libtorch,
     driver: Driver,
+    gpus: Gpus,
     /// The environment variable, if set.
     cuda_visible_devices: Option<String>,
     /// Where the dynamic loader would find NCCL, or libtorch's own copy.
@@ -120,9 +125,11 @@ impl fmt::Display for Diagnosis {
                 State::Warning => "warning",
                 State::Missing => "MISSING",
             };
-            writeln!(f, "{mark:8} {name:14} {text}")?;
+            // Not a word more on a line than a terminal has room for.
+            let rest = " ".repeat(24);
+            f.write_str(&wrap(text, &format!("{mark:8} {name:14} "), &rest))?;
             if let Some(hint) = hint {
-                writeln!(f, "{:8} {:14} hint: {hint}", "", "")?;
+                f.write_str(&wrap(&format!("hint: {hint}"), &rest, &rest))?;
             }
         }
         let verdict = if self.can_compare { "`compare` can run here" } else { "`compare` cannot run here" };
@@ -131,7 +138,7 @@ impl fmt::Display for Diagnosis {
 }
 
 fn findings(facts: &Facts) -> Vec<Finding> {
-    vec![
+    let mut all = vec![
         cores(facts),
         memory(facts),
         shm(facts),
@@ -139,8 +146,10 @@ fn findings(facts: &Facts) -> Vec<Finding> {
         driver(facts),
         cuda(facts),
         nccl(facts),
-        tools(facts),
-    ]
+    ];
+    all.extend(gpu::findings(facts));
+    all.push(tools(facts));
+    all
 }
 
 fn finding(name: &'static str, state: State, text: impl Into<String>) -> Finding {
@@ -263,7 +272,7 @@ fn cuda(facts: &Facts) -> Finding {
         // The one that people lose a day to: everything works, on the CPU.
         (Libtorch::Loaded { cuda: false, .. }, _) => {
             finding(NAME, State::Warning, format!("{text}: cannot be used, this libtorch has no CUDA"))
-                .hint("run ./setup, which fetches one with CUDA where there is a driver, and build again")
+                .hint("run `./setup --full`, then build again")
         }
         (_, Some("" | "-1")) => {
             finding(NAME, State::Warning, format!("{text}: hidden by CUDA_VISIBLE_DEVICES"))
@@ -276,7 +285,16 @@ fn cuda(facts: &Facts) -> Finding {
 
 fn nccl(facts: &Facts) -> Finding {
     match (&facts.nccl, &facts.driver) {
-        (Some(path), _) => finding("NCCL", State::Ok, path.display().to_string()),
+        (Some(path), _) => match &facts.gpus.nccl {
+            Some(Ok(version)) => finding("NCCL", State::Ok, format!("{version}, {}", path.display())),
+            Some(Err(why)) => finding("NCCL", State::Warning, why.clone())
+                .hint("ddp cannot use CUDA cards without it: run `./setup --full`, then build again"),
+            None => finding("NCCL", State::Ok, path.display().to_string()),
+        },
+        (None, _) if matches!(facts.gpus.nccl, Some(Ok(_))) => {
+            let version = facts.gpus.nccl.as_ref().and_then(|nccl| nccl.as_ref().ok());
+            finding("NCCL", State::Ok, format!("{}, not libtorch's own", version.map_or("", String::as_str)))
+        }
         (None, Driver::Present { cards, .. }) if cards.len() > 1 => {
             finding("NCCL", State::Warning, "not found: ddp cannot use these cards")
                 .hint("run ./setup and build again")
@@ -304,6 +322,8 @@ impl Facts {
         let uname = rustix::system::uname();
         let topology = Topology::of_this_process().ok();
         let (libtorch, folder) = gather_libtorch();
+        let driver = nvml::driver();
+        let variable = std::env::var_os("CUDA_VISIBLE_DEVICES").map(|v| v.to_string_lossy().into_owned());
         Self {
             version: env!("CARGO_PKG_VERSION"),
             system: format!(
@@ -319,9 +339,9 @@ impl Facts {
             memory_available_bytes: meminfo("MemAvailable"),
             shm_bytes: rustix::fs::statvfs("/dev/shm").ok().map(|fs| fs.f_blocks.saturating_mul(fs.f_frsize)),
             libtorch,
-            driver: nvml::driver(),
-            cuda_visible_devices: std::env::var_os("CUDA_VISIBLE_DEVICES")
-                .map(|v| v.to_string_lossy().into_owned()),
+            gpus: Gpus::gather(&driver, variable.as_deref()),
+            driver,
+            cuda_visible_devices: variable,
             nccl: folder.as_deref().and_then(find_nccl),
             tools: ["cargo", "g++", "python3"].map(|tool| (tool, on_path(tool))).into(),
         }
@@ -414,6 +434,7 @@ mod tests {
                 cuda: false,
             },
             driver: Driver::Missing,
+            gpus: Gpus::default(),
             cuda_visible_devices: None,
             nccl: None,
             tools: vec![("cargo", Some("/bin/cargo".into()))],
@@ -421,7 +442,7 @@ mod tests {
     }
 
     fn gpus(count: usize) -> Driver {
-        let card = nvml::Gpu { name: Some("Card X".to_owned()), uuid: None, memory_bytes: None };
+        let card = nvml::Gpu { name: Some("Card X".to_owned()), ..nvml::Gpu::default() };
         Driver::Present { version: Some("580.1".to_owned()), cuda: None, cards: vec![card; count] }
     }
 
