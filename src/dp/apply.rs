@@ -70,8 +70,16 @@ pub(super) struct Parts {
 pub(super) enum Arrived {
     /// Where autograd left them, in parameter order.
     Loose(Vec<Option<Tensor>>),
-    /// In its flat tensors, once its card has come to this event; which of them there were.
-    Flat(Arc<Event>, Vec<bool>),
+    /// In its flat tensors.
+    Flat(Flattened),
+}
+
+/// Gradients that travel flat.
+pub(super) struct Flattened {
+    /// They are complete once the card has come to it.
+    pub(super) ready: Arc<Event>,
+    /// Which of them there were, in parameter order.
+    pub(super) present: Vec<bool>,
 }
 
 /// Two counters, of orders and of answers: what both sides wait on.
@@ -398,7 +406,7 @@ impl Worker {
             None => Ok(Arrived::Loose(reduce::take(&built.parameters)?)),
             Some(gradients) => self.recorder.time(Phase::Reduce, || {
                 let present = gradients.take(&built.parameters)?;
-                Ok(Arrived::Flat(link::moment(&self.seat)?, present))
+                Ok(Arrived::Flat(Flattened { ready: link::moment(&self.seat)?, present }))
             }),
         }
     }

@@ -21,7 +21,7 @@ mod scatter;
 pub use engine::DpEngine;
 pub use gather::Gathered;
 
-use crate::card::cuda::{Event, Stream};
+use crate::card::cuda::Stream;
 use crate::card::{Card, Meter};
 use crate::comm::wait::Waiter;
 use crate::config::{InjectPlan, Precision};
@@ -32,7 +32,7 @@ use crate::model::{Model, State};
 use crate::torch::optim::Optimizer;
 use crate::torch::seat::Seat;
 use crate::torch::{grad, threads};
-use apply::{Arrived, Factory, Mode, Parts, Replica, Source};
+use apply::{Arrived, Factory, Flattened, Mode, Parts, Replica, Source};
 use gather::Layout;
 use link::{Gradients, Link, Weights};
 use replicate::Flat;
@@ -423,11 +423,11 @@ impl DataParallel {
                     recorder.time(Phase::Reduce, || reduce::add(&parameters, gradients))?;
                     Ok(None)
                 }
-                Arrived::Flat(ready, present) => Ok(Some((ready, present))),
+                Arrived::Flat(flattened) => Ok(Some(flattened)),
             }
         });
         own?;
-        let flat: Vec<_> = worked
+        let flat: Vec<(usize, Flattened)> = worked
             .into_iter()
             .zip(others?)
             .filter_map(|(replica, arrived)| arrived.map(|arrived| (replica, arrived)))
@@ -439,20 +439,16 @@ impl DataParallel {
     }
 
     /// Adds up gradients that travel flat.
-    fn reduce_flat(
-        &mut self,
-        parameters: &[Tensor],
-        arrived: Vec<(usize, (Arc<Event>, Vec<bool>))>,
-    ) -> Result<()> {
+    fn reduce_flat(&mut self, parameters: &[Tensor], arrived: Vec<(usize, Flattened)>) -> Result<()> {
         let Self { gradients, link, seat, parts, .. } = self;
         let Some(own) = gradients.as_mut() else { return Ok(()) };
         let mut present = own.take(parameters)?;
-        for (_, (_, theirs)) in &arrived {
+        for (_, Flattened { present: theirs, .. }) in &arrived {
             present.iter_mut().zip(theirs).for_each(|(any, this)| *any |= this);
         }
         let replicas: Vec<_> = arrived
             .into_iter()
-            .filter_map(|(replica, (ready, _))| {
+            .filter_map(|(replica, Flattened { ready, .. })| {
                 let parts = &parts[replica];
                 Some((parts.gradients.as_ref()?, ready, parts.stream.clone()?))
             })
