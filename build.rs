@@ -34,12 +34,21 @@ fn engines() -> Result<(), String> {
     libtorch::check_abi(libtorch::abi_of(&symbols))?;
     compile_shim(&root)?;
     println!("cargo::rustc-env=DP_VS_DDP_LIBTORCH={version}");
-    // One argument a line and no `-Wl,`: a path may hold spaces and commas.
+    rpath(&root.join("lib"));
+    // pip's NCCL, which is loaded by name at run time where there are CUDA cards.
+    let nccl = root.join("../nvidia/nccl/lib");
+    if let Ok(nccl) = nccl.canonicalize() {
+        rpath(&nccl);
+    }
+    Ok(())
+}
+
+/// Makes programs look for libraries there. One argument a line and no `-Wl,`: a path may hold spaces and commas.
+fn rpath(folder: &Path) {
     for argument in ["-Xlinker", "-rpath", "-Xlinker"] {
         println!("cargo::rustc-link-arg={argument}");
     }
-    println!("cargo::rustc-link-arg={}", root.join("lib").display());
-    Ok(())
+    println!("cargo::rustc-link-arg={}", folder.display());
 }
 
 /// The real folder behind LIBTORCH, so that an installed binary outlives this checkout's link.

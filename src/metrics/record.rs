@@ -279,6 +279,10 @@ pub struct Round {
     pub step_ms: Option<Spread>,
     /// By phase: the largest over cards in each step, then the median over steps.
     pub phases_ms: BTreeMap<Phase, f64>,
+    /// Likewise, how long the host took to ask a CUDA card for each phase: where that is as long as the phase
+    /// itself, the host is what limits. Empty on virtual cards, whose phases the host does itself.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub issue_ms: BTreeMap<Phase, f64>,
     /// Loss of every step, warm-up included.
     pub losses: Vec<f64>,
     /// Mean a step and card of time in communication; `None` for one card.

@@ -59,7 +59,8 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         error: None,
         samples_per_second: samples_per_second(logs, warmup, &walls),
         step_ms: stats::spread("step_ms", &step_ms)?,
-        phases_ms: phases_ms(&measured, warmup, measured_steps),
+        phases_ms: phases_ms(&measured, warmup, measured_steps, |span| Some(span.duration)),
+        issue_ms: phases_ms(&measured, warmup, measured_steps, |span| span.issue),
         losses: (0..steps).map(|step| loss_of_step(logs, step)).collect::<Result<_>>()?,
         communication_ms: communication.map(|comm| comm.total_ms),
         exposed_communication_ms: communication.map(|comm| comm.exposed_ms),
@@ -89,6 +90,7 @@ pub fn failed(error: &Error) -> Round {
         samples_per_second: None,
         step_ms: None,
         phases_ms: BTreeMap::new(),
+        issue_ms: BTreeMap::new(),
         losses: Vec::new(),
         communication_ms: None,
         exposed_communication_ms: None,
@@ -204,10 +206,15 @@ fn gradient_bytes(logs: &[RankLog], warmup: usize) -> Option<f64> {
 
 /// By phase: its time on a card in a step, the largest over cards, the median over steps. A step without
 /// the phase spent no time in it.
-fn phases_ms(spans: &[Span], warmup: usize, steps: usize) -> BTreeMap<Phase, f64> {
+fn phases_ms(
+    spans: &[Span],
+    warmup: usize,
+    steps: usize,
+    time: impl Fn(&Span) -> Option<Nanos>,
+) -> BTreeMap<Phase, f64> {
     let mut by_cell: BTreeMap<(Phase, u64, usize), u64> = BTreeMap::new();
-    for span in spans {
-        *by_cell.entry((span.phase, span.step, span.card)).or_default() += span.duration.0;
+    for (span, time) in spans.iter().filter_map(|span| Some((span, time(span)?))) {
+        *by_cell.entry((span.phase, span.step, span.card)).or_default() += time.0;
     }
     let mut largest: BTreeMap<Phase, Vec<u64>> = BTreeMap::new();
     for ((phase, step, _), time) in by_cell {

@@ -3,6 +3,7 @@
 use crate::scripted::{Library, Machine, cards, uuid};
 use serde_json::Value;
 use std::process::Output;
+use std::time::{Duration, Instant};
 
 const LOG: &str = "[cuda]\nlog = \"{dir}/cuda.log\"\n[nccl]\nlog = \"{dir}/nccl.log\"\n";
 
@@ -225,6 +226,9 @@ fn device_times_and_issue_times_stand_apart() {
     for row in phases.clone() {
         assert!(row[9].parse::<u64>().is_ok(), "{row:?}");
     }
+    let results = results(&machine);
+    let round = &results["engines"]["ddp"]["rounds"][0];
+    assert!(round["issue_ms"]["forward"].as_f64().unwrap() > 0.0, "{round}");
     let of = |engine: &str, card: &str, phase: &str| {
         phases.clone().filter(|row| &row[0] == engine && &row[3] == card && &row[5] == phase).count()
     };
@@ -257,6 +261,83 @@ fn a_card_that_runs_out_of_memory_is_a_finding_and_the_others_go_on() {
         assert!(rounds.iter().all(|round| round["status"] == "ok"), "{engine}: {rounds:?}");
     }
     assert!(results["warnings"].as_array().unwrap().iter().any(|warning| warning["code"] == "cell_failed"));
+}
+
+// The first rank that fails is the one reported, in NCCL's words; the other does not hang.
+#[test]
+fn an_error_of_nccl_ends_the_run_and_names_the_rank() {
+    let wrong = "[[nccl.wrong]]\nrank = 1\ncollective = 3\ncode = 6\n";
+    let machine = machine(2, wrong);
+    let start = Instant::now();
+    let (output, results) = compare(&machine, &["--engines", "single,ddp"]);
+    assert_eq!(exit(&output), 2, "{}", stderr(&output));
+    assert!(start.elapsed() < Duration::from_secs(20));
+    let text = stderr(&output);
+    assert!(
+        text.contains("rank 1: remote process") || text.contains("rank 1: a collective failed"),
+        "{text}"
+    );
+    assert!(text.contains("NCCL error 6"), "{text}");
+    // What was measured before is there.
+    assert_eq!(
+        (&results["status"], &results["engines"]["single"]["rounds"][0]["status"]),
+        (&"failed".into(), &"ok".into())
+    );
+    let log: Vec<String> = machine.log("nccl.log").into_iter().map(|(_, line)| line).collect();
+    assert!(
+        log.iter().any(|line| line.contains("abort 1")) && !log.iter().any(|line| line.contains("destroy")),
+        "{log:?}"
+    );
+}
+
+#[test]
+fn a_kernel_that_hangs_ends_at_the_deadline_and_names_the_collective() {
+    let machine = machine(2, "[[nccl.wrong]]\nrank = 1\ncollective = 3\n");
+    let start = Instant::now();
+    let (output, _) = compare(&machine, &["--engines", "ddp", "--set", "run.deadline_s=2"]);
+    assert_eq!(exit(&output), 2, "{}", stderr(&output));
+    assert!(start.elapsed() < Duration::from_secs(30));
+    let text = stderr(&output);
+    assert!(
+        text.contains("collective 3: all_reduce of") && text.contains("has not ended after 2."),
+        "{text}"
+    );
+}
+
+#[test]
+fn the_first_epochs_of_a_training_run_on_cards_and_can_be_gone_on_with() {
+    let machine = machine(2, "");
+    let train = |more: &[&str]| {
+        let arguments = ["train", "digits", "--device", "cuda", "--engine", "ddp", "--epochs", "1"];
+        let output = machine.command(&arguments).args(more).output().unwrap();
+        assert_eq!(exit(&output), 0, "{}", stderr(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    train(&["--save", "weights.safetensors"]);
+    let text = train(&["--load", "weights.safetensors"]);
+    assert!(text.contains('%'), "{text}");
+}
+
+// Ranks that something else started, as torchrun does.
+#[test]
+fn ranks_started_by_hand_compute_on_the_card_of_their_number() {
+    let machine = machine(2, "");
+    let store = format!("file:{}", machine.path().join("store").display());
+    let rank = |rank: &str| {
+        let mut command = machine.command(&["worker", "digits", "--device", "cuda", "--set", "run.steps=3"]);
+        command.env("RANK", rank).env("WORLD_SIZE", "2").env("DPVSDDP_STORE", &store);
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let children = [rank("0"), rank("1")];
+    for child in children {
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(exit(&output), 0, "{}", stderr(&output));
+        assert!(String::from_utf8_lossy(&output.stdout).contains("\"message\":\"done\""));
+    }
+    let mut opened = opened(&machine);
+    opened.sort();
+    assert_eq!(opened, [vec![uuid(0)], vec![uuid(1)]]);
 }
 
 #[test]

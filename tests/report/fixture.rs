@@ -275,6 +275,7 @@ fn summarise_round(
             .map(|p| (p, per_step(0, &|n| n == p.name())))
             .filter(|e| e.1 > 0.0)
             .collect(),
+        issue_ms: Default::default(),
         losses: (0..size.warmup + size.steps)
             .map(|step| 0.15 + 2.2 * (-(step as f64) / 22.0).exp() * (1.0 + 0.05 * (step as f64 * 0.9).sin()))
             .collect(),

@@ -231,11 +231,12 @@ impl Drop for Event {
     }
 }
 
-/// Between two questions: short waits are seen at once, long ones leave the core to others.
+/// Between two questions: the end of a step is seen at once, as it is what is measured; whoever waits longer than
+/// a step may leave the core to others.
 fn pause(waited: Nanos) {
     match waited.0 {
         0..50_000 => std::hint::spin_loop(),
-        50_000..1_000_000 => std::thread::yield_now(),
+        50_000..50_000_000 => std::thread::yield_now(),
         _ => std::thread::sleep(Duration::from_micros(100)),
     }
 }

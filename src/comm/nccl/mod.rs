@@ -4,7 +4,7 @@
 //! shared memory ([`Shm`]), which is also how a rank that waits finds out whose fault it is. Nothing waits
 //! inside NCCL or the driver: it is asked, up to the deadline, and aborted when there is no hope.
 //!
-//! Note [Streams]
+//! Note \[Streams\]
 //! The thread that owns this value works in its stream: NCCL's kernels and what that thread's tensor
 //! operations ask for come one after another. Others work in the card's default stream. The two are ordered
 //! by events alone: [`Collective::after`] on the way in, [`Collective::complete`] on the way out.
@@ -258,7 +258,8 @@ impl Collective for Nccl {
 impl Drop for Nccl {
     fn drop(&mut self) {
         let Some(communicator) = self.communicator.take() else { return };
-        if !self.pending.is_empty() && self.drain_before_the_end().is_err() {
+        // In a group that failed, others have left already and will never answer.
+        if self.control.stopped().is_err() || self.drain_before_the_end().is_err() {
             communicator.abort();
             return;
         }

@@ -181,6 +181,7 @@ mod tests {
             samples_per_second: Some(samples_per_second),
             step_ms: Some(Spread { median: 10.0, p5: 9.0, p95: 12.0, mean: 10.5 }),
             phases_ms: BTreeMap::new(),
+            issue_ms: BTreeMap::new(),
             losses: vec![],
             communication_ms: None,
             exposed_communication_ms: None,

@@ -90,6 +90,11 @@ fn draw_lane(
     if let Some(mean) = track.mean.and_then(|mean| y.at(mean)) {
         scene.dashed((panel.left, mean), (done, mean), Ink::TEXT, 1.0, 4.0);
     }
+    if let Some(lost) = track.lost.and_then(|lost| x.at(lost)) {
+        scene.dashed((lost, panel.top), (lost, panel.bottom), Ink::TEXT, 1.0, 2.0);
+        let label = Label::new(lost + 4.0, panel.top + panel.height() / 4.0, "card lost: no readings");
+        scene.text(label.size(SMALL).ink(Ink::MUTED));
+    }
     if panel.right - done > 60.0 {
         let label = Label::new((done + panel.right) / 2.0, panel.top + panel.height() / 4.0, "done");
         scene.text(label.size(SMALL).ink(Ink::MUTED).align(Align::Middle));

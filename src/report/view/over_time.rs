@@ -27,6 +27,8 @@ pub(in crate::report) struct Track {
     pub(in crate::report) points: Vec<Point>,
     /// The exact mean of the whole run, where there is one.
     pub(in crate::report) mean: Option<f64>,
+    /// Where the card stopped answering, in seconds of measuring.
+    pub(in crate::report) lost: Option<f64>,
 }
 
 /// A moment and a value.
@@ -164,11 +166,36 @@ fn over_time(
             }
             borders.push(window.seconds(*end));
         }
-        let tracks =
-            tracks.into_iter().map(|(card, points)| Track { card, points, mean: mean(record, card) });
+        let tracks = tracks.into_iter().map(|(card, points)| {
+            let lost = lost_since(results, card)
+                .and_then(|since| second_of(since, windows.range((engine, 0)..=(engine, usize::MAX))));
+            Track { card, points, mean: mean(record, card), lost }
+        });
         (borders.len() > 1).then(|| EngineTracks { engine, tracks: tracks.collect(), borders })
     });
     OverTime { engines: engines.collect() }
+}
+
+/// When a card stopped answering to NVML, if it did.
+fn lost_since(results: &Results, card: usize) -> Option<u64> {
+    let cards = &results.monitoring.as_ref()?.cards;
+    cards.iter().find(|watched| watched.index == card)?.lost_since_ns
+}
+
+/// A moment on an engine's time line: the start of the next round where it lies between two; `None` after the last.
+fn second_of<'a>(
+    moment: u64,
+    rounds: impl Iterator<Item = (&'a (EngineKind, usize), &'a (u64, u64))>,
+) -> Option<f64> {
+    let mut offset = 0.0;
+    for (_, &(start, end)) in rounds {
+        let window = Window { start, end, offset };
+        if moment <= end {
+            return Some(window.seconds(moment));
+        }
+        offset = window.seconds(end);
+    }
+    None
 }
 
 /// Fewer points that look the same in `columns` columns of pixels: each column keeps its first, smallest,
@@ -212,6 +239,17 @@ mod tests {
         assert!(fewer.contains(&points[77_777]), "a gap stays a gap");
         assert!(fewer.windows(2).all(|pair| pair[0].0 <= pair[1].0));
         assert_eq!((fewer[0], fewer[fewer.len() - 1]), (points[0], points[99_999]));
+    }
+
+    #[test]
+    fn a_moment_between_two_rounds_is_the_start_of_the_next() {
+        const S: u64 = 1_000_000_000;
+        let mut windows = Windows::new();
+        windows.insert((EngineKind::Ddp, 0), (10 * S, 12 * S));
+        windows.insert((EngineKind::Ddp, 1), (20 * S, 24 * S));
+        let at = |moment| second_of(moment * S, windows.range(..));
+        assert_eq!((at(11), at(15), at(21)), (Some(1.0), Some(2.0), Some(3.0)));
+        assert_eq!(at(30), None);
     }
 
     #[test]
