@@ -253,6 +253,7 @@ fn a_rank_that_fails_tells_the_others_why() {
         let mut nccl = nccl.unwrap();
         let buffer = filled(&mut nccl, &[1.0], Kind::Float);
         nccl.all_reduce(&buffer).unwrap();
+        nccl.barrier().unwrap();
         if rank == 1 {
             nccl.abort("the loss is NaN");
             return String::new();
