@@ -169,7 +169,10 @@ fn watched(card: &CardInfo) -> WatchedCard {
 
 fn keep(log: &mut RankLog, message: Message, started: Nanos) {
     match message {
-        Message::Ready => log.ready_after = Some(Nanos::now().since(started)),
+        Message::Ready { link } => {
+            log.ready_after = Some(Nanos::now().since(started));
+            log.link = link;
+        }
         Message::Step(step) => log.steps.push(step),
         Message::CardTotals(totals) => log.totals.push(totals),
         Message::Weights { digest, skipped_steps } => {

@@ -233,7 +233,7 @@ fn run_job(job: &Job, reporter: &mut Reporter) -> Result<()> {
     if let Some(path) = job.save_initial.as_ref().filter(|_| first_rank) {
         engine.state().save(path)?;
     }
-    reporter.send(&Message::Ready)?;
+    reporter.send(&Message::Ready { link: engine.link().map(str::to_owned) })?;
     match job.mode {
         Mode::Compare => measure(job, &meter, engine.as_mut(), &mut loader, reporter)?,
         Mode::Train { epochs } => {

@@ -37,6 +37,10 @@ impl Collective for Local {
         1
     }
 
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
     fn allocate(&mut self, len: usize, kind: Kind) -> Result<Buffer> {
         self.check()?;
         let tensor = Tensor::f_zeros([len as i64], (kind, Device::Cpu))?;

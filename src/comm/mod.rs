@@ -61,6 +61,9 @@ pub trait Collective: Send {
     /// Memory for `len` elements on every rank, zeroed.
     fn allocate(&mut self, len: usize, kind: Kind) -> Result<Buffer>;
 
+    /// What it goes over, for people: `shm`, `nccl`, or `local` for a single rank.
+    fn name(&self) -> &'static str;
+
     /// Where its buffers live.
     fn device(&self) -> Device {
         Device::Cpu

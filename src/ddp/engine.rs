@@ -143,6 +143,10 @@ impl Engine for DdpEngine {
         self.ddp.seat()
     }
 
+    fn link(&self) -> Option<&'static str> {
+        Some(self.ddp.link())
+    }
+
     fn synchronize(&mut self) -> Result<()> {
         self.ddp.synchronize()
     }

@@ -63,6 +63,7 @@ pub struct DistributedDataParallel<M: Module> {
     pub(super) divisor: usize,
     /// What the collective makes of them.
     reduction: Reduction,
+    link: &'static str,
     /// The rank whose buffers are everybody's.
     pub(super) source: usize,
     /// Whether layers have collectives of their own.
@@ -108,6 +109,7 @@ impl<M: Module> DistributedDataParallel<M> {
         let Wrapped { module, options, slots, plan, buffers } = wrapped;
         let hook = comm_hook(options.comm_hook);
         let shapes = shapes(&plan, &slots);
+        let link = collective.name();
         let reduction = match options.comm_hook {
             CommHookPlan::None if collective.averages() => Reduction::Mean,
             _ => Reduction::Sum,
@@ -148,6 +150,7 @@ impl<M: Module> DistributedDataParallel<M> {
             buffers,
             divisor: world_size,
             reduction,
+            link,
             source: 0,
             shares_statistics: false,
             plan,
@@ -289,6 +292,11 @@ impl<M: Module> DistributedDataParallel<M> {
     /// What the communication thread did since the last call, or in the last backward.
     pub fn take_spans(&self) -> Vec<Timed> {
         self.communicator.take_spans()
+    }
+
+    /// What its collective goes over: `nccl`, `shm`, or `local` for a single rank.
+    pub fn link(&self) -> &'static str {
+        self.link
     }
 
     /// Where it computes.

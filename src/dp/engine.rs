@@ -75,6 +75,10 @@ impl Engine for DpEngine {
         Device::Cpu
     }
 
+    fn link(&self) -> Option<&'static str> {
+        (self.parallel.cards().len() > 1).then(|| self.parallel.link())
+    }
+
     fn synchronize(&mut self) -> Result<()> {
         self.parallel.synchronize()
     }

@@ -39,6 +39,11 @@ pub trait Engine {
     /// Where the calling thread works: at the first of [`Self::cards`].
     fn seat(&self) -> &Seat;
 
+    /// How weights and gradients travel between its cards; `None` for a single one.
+    fn link(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Where batches are to be brought before they are handed in.
     fn batch_device(&self) -> Device {
         self.seat().device()

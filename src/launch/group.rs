@@ -476,7 +476,11 @@ mod tests {
                 heard.iter().filter(|(from, _)| *from == rank).map(|(_, m)| m.clone()).collect();
             assert_eq!(
                 of_rank,
-                [Message::Ready, Message::Weights { digest: "d".into(), skipped_steps: 0 }, Message::Done]
+                [
+                    Message::Ready { link: None },
+                    Message::Weights { digest: "d".into(), skipped_steps: 0 },
+                    Message::Done
+                ]
             );
         }
     }

@@ -88,7 +88,11 @@ pub enum StoreAddress {
 #[serde(tag = "message", rename_all = "snake_case")]
 pub enum Message {
     /// Model, data and connections stand.
-    Ready,
+    Ready {
+        /// How weights and gradients travel between its cards; `None` for a single one, and where nobody tells.
+        #[serde(default)]
+        link: Option<String>,
+    },
     /// A training goes on where another one stopped.
     Resumed {
         /// Epochs that are done already.

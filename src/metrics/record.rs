@@ -298,6 +298,10 @@ pub struct Round {
     pub cards: Vec<CardRound>,
     /// Hash of each rank's weights after the last step; equal for all ranks of `ddp`.
     pub weights_digests: Vec<String>,
+    /// How weights and gradients travelled between the cards: `shm` or `host` between virtual ones, `nccl` or `peer`
+    /// (copies from card to card) between CUDA cards; `None` for a single card and for PyTorch's engines.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link: Option<String>,
     /// Energy of all cards of the engine for one real sample; `None` unless all of them have a counter.
     #[serde(default)]
     pub joules_per_sample: Option<f64>,

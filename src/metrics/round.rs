@@ -31,6 +31,8 @@ pub struct RankLog {
     pub skipped_steps: u64,
     /// From the start of its process until it was ready to train.
     pub ready_after: Option<Nanos>,
+    /// How weights and gradients travel between its cards.
+    pub link: Option<String>,
 }
 
 /// The record of a round that went well. `logs` are in rank order; the first `warmup` steps are left
@@ -68,6 +70,7 @@ pub fn summarise(engine: EngineKind, logs: &[RankLog], warmup: usize) -> Result<
         overlap: communication.and_then(Communication::overlap),
         cards: cards.iter().map(|&card| card_round(card, logs, &measured, measured_steps, timed)).collect(),
         joules_per_sample: None,
+        link: logs.iter().find_map(|log| log.link.clone()),
         weights_digests: logs.iter().filter_map(|log| log.weights_digest.clone()).collect(),
         skipped_steps: logs.iter().map(|log| log.skipped_steps).max().unwrap_or(0),
         start_ms: logs.iter().filter_map(|log| log.ready_after).max().map(Nanos::as_ms),
@@ -98,6 +101,7 @@ pub fn failed(error: &Error) -> Round {
         overlap: None,
         cards: Vec::new(),
         joules_per_sample: None,
+        link: None,
         weights_digests: Vec::new(),
         skipped_steps: 0,
         start_ms: None,
@@ -333,6 +337,7 @@ mod tests {
     /// Two ranks, one warm-up step and two measured ones.
     fn ddp() -> Vec<RankLog> {
         let rank = |card: usize, shift: u64, losses: [f64; 3], samples: [u64; 3], wait: u64| RankLog {
+            link: None,
             cards: vec![card],
             weights: None,
             skipped_steps: 0,

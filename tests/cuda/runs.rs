@@ -62,6 +62,8 @@ fn engines_agree_on_played_cards_and_the_run_is_labelled_as_played() {
     assert_eq!(cards.len(), 2);
     assert_eq!((&cards[1]["kind"], &cards[1]["uuid"]), (&Value::from("cuda"), &Value::from(uuid(1))));
     assert_eq!(results["environment"]["software"]["nccl"], "2.28.9");
+    let link = |engine: &str| results["engines"][engine]["rounds"][0]["link"].clone();
+    assert_eq!((link("single"), link("dp"), link("ddp")), (Value::Null, "nccl".into(), "nccl".into()));
     assert_eq!(results["engines"]["ddp"]["rounds"][0]["weights_digests"].as_array().unwrap().len(), 2);
     // No NVML on this machine: nothing is made up.
     for card in results["engines"]["ddp"]["summary"]["cards"].as_array().unwrap() {
@@ -140,6 +142,7 @@ fn dp_runs_with_a_card_that_is_named_twice() {
     assert_eq!(exit(&output), 0, "{}", stderr(&output));
     assert_eq!(results["comparison"]["losses"]["agree"], true);
     assert!(machine.log("nccl.log").is_empty());
+    assert_eq!(results["engines"]["dp"]["rounds"][0]["link"], "peer");
 }
 
 fn copies(machine: &Machine) -> Vec<String> {

@@ -289,6 +289,7 @@ fn summarise_round(
         },
         cards: cards_round.collect(),
         joules_per_sample: None,
+        link: None,
         weights_digests: vec!["f00d".into(); if engine == EngineKind::Ddp { cards } else { 1 }],
         skipped_steps: 0,
         start_ms: Some(300.0),

@@ -174,6 +174,10 @@ impl Collective for Nccl {
         self.control.world_size()
     }
 
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
     fn device(&self) -> Device {
         self.seat.device()
     }

@@ -302,6 +302,10 @@ impl Collective for Shm {
         self.member.world_size
     }
 
+    fn name(&self) -> &'static str {
+        "shm"
+    }
+
     fn allocate(&mut self, len: usize, kind: Kind) -> Result<Buffer> {
         if !tag::travels(kind) {
             return Err(Error::usage(format!("rank {}: cannot share {kind:?}", self.member.rank))

@@ -188,6 +188,7 @@ mod tests {
             gradient_bytes: None,
             overlap: None,
             joules_per_sample: None,
+            link: None,
             cards: vec![],
             weights_digests: vec![],
             skipped_steps: 0,

@@ -59,6 +59,7 @@ pub(super) fn facts(results: &Results, readings: usize) -> Vec<Fact> {
             ),
         },
         Fact { name: "DDP", value: ddp(results) },
+        Fact { name: "Links", value: links(results) },
         Fact { name: "Cards", value: environment.cards.iter().map(card).collect::<Vec<_>>().join("; ") },
         Fact { name: "Machine", value: machine(results) },
         Fact { name: "Software", value: software(results) },
@@ -134,6 +135,20 @@ fn ddp(results: &Results) -> String {
         ddp.first_bucket_mb,
         if ddp.overlap { "all-reduce while backward runs" } else { "all-reduce after backward" }
     )
+}
+
+/// How each engine's weights and gradients travelled, where it is not always the same: between CUDA cards.
+fn links(results: &Results) -> String {
+    let travelled = results.engines.iter().filter_map(|(name, record)| {
+        let link = record.rounds.iter().find_map(|round| round.link.as_deref())?;
+        let how = match link {
+            "nccl" => "through NCCL",
+            "peer" => "by copies from card to card",
+            _ => return None,
+        };
+        Some(format!("{} {how}", crate::report::text::engine(name)))
+    });
+    travelled.collect::<Vec<_>>().join(", ")
 }
 
 fn sampling(results: &Results, readings: usize) -> String {
