@@ -94,7 +94,7 @@ pub(crate) fn choose(found: &[CudaCard], named: Option<&[String]>, count: usize)
         Some(names) => names.iter().map(|name| one(found, name)).collect::<Result<_>>()?,
         None if count <= found.len() => found[..count].iter().collect(),
         None => {
-            return Err(Error::usage(format!("`run.cards` is {count}, but there are {}", cards(found.len())))
+            return Err(Error::usage(format!("`run.cards` is {count}, but there {} {}", if found.len() == 1 { "is" } else { "are" }, cards(found.len())))
                 .hint("lower --cards, or use `--device cpu` for virtual cards; one card can be used twice by naming its UUID twice in --devices"));
         }
     };
@@ -191,6 +191,20 @@ mod tests {
         let error = decide(DeviceChoice::Cuda, none(), true).unwrap_err();
         assert!(error.to_string().ends_with("no CUDA card can be used here: there is no CUDA driver"));
         assert!(error.advice().unwrap().ends_with("or use `--device cpu` for virtual cards"));
+    }
+
+    // Field case 142: figures of the CPU never pass for those of a GPU.
+    #[test]
+    fn a_libtorch_for_cpus_is_refused_on_cards_and_said_aloud_beside_them() {
+        let driver = Driver::of(found(&["GPU-a", "GPU-b"]));
+        let error = decide(DeviceChoice::Cuda, Ok(&driver), false).unwrap_err();
+        assert_eq!(error.to_string(), "run.device is \"cuda\", but this libtorch is for CPUs only");
+        assert!(error.advice().unwrap().contains("./setup --full"));
+        let auto = decide(DeviceChoice::Auto, Ok(&driver), false).unwrap();
+        assert!(auto.cuda.is_none());
+        assert_eq!(auto.warnings[0].code, "libtorch_without_cuda");
+        assert!(auto.warnings[0].message.contains("this run is on virtual cards"));
+        assert_eq!(decide(DeviceChoice::Auto, Ok(&driver), true).unwrap().cuda.unwrap().len(), 2);
     }
 
     #[test]

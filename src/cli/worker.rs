@@ -112,6 +112,9 @@ fn job_by_hand(args: &WorkerArgs) -> Result<Job> {
     if args.run.cards.is_none() {
         overrides.flag("WORLD_SIZE", "run.cards", Some(rank.world_size));
     }
+    if let Some(devices) = one_card_a_task(rank.world_size).filter(|_| args.run.devices.is_none()) {
+        overrides.flag("CUDA_VISIBLE_DEVICES", "run.devices", Some(devices));
+    }
     overrides.flag("worker", "run.engines", Some("ddp"));
     let Request { plan, cards, .. } =
         request::decide(args.run.config.as_deref(), &overrides, Uneven::Refuse)?;
@@ -137,6 +140,13 @@ fn job_by_hand(args: &WorkerArgs) -> Result<Job> {
         save_final: None,
         mode: Mode::Compare,
     })
+}
+
+/// Some schedulers show each task its own card alone: then that is this rank's, whatever its number among all. That
+/// no two of them mean the same one is found out when ranks meet.
+fn one_card_a_task(world_size: usize) -> Option<String> {
+    let [card] = driver().ok()?.cards() else { return None };
+    (world_size > 1).then(|| vec![card.uuid.as_str(); world_size].join(","))
 }
 
 fn work_in_a_card_thread(job: &Job, reporter: &mut Reporter) -> Result<()> {

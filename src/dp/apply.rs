@@ -295,6 +295,8 @@ struct Built {
     flat: Flat,
     parameters: Vec<Tensor>,
     gradients: Option<Gradients>,
+    /// Where copies from other cards go.
+    copies: Option<Stream>,
     output: Option<Tensor>,
 }
 
@@ -342,7 +344,8 @@ impl Worker {
         let parameters: Vec<Tensor> =
             model.state().parameters().map(|entry| entry.tensor.shallow_clone()).collect();
         let gradients = self.seat.stream().map(|_| Gradients::of(&parameters)).transpose()?;
-        Ok(Built { model, flat, parameters, gradients, output: None })
+        let copies = self.seat.stream().map(|stream| Stream::urgent(stream.context())).transpose()?;
+        Ok(Built { model, flat, parameters, gradients, copies, output: None })
     }
 
     /// `None` when card 0's side is gone or has given up.
@@ -381,7 +384,8 @@ impl Worker {
         let input = self.recorder.time(Phase::Scatter, || scatter::fetch(&chunk, seat.device()))?;
         drop(chunk);
         self.recorder.time(Phase::Replicate, || {
-            weights.fetch(seat, &mut built.flat, &source.weights, source.stream.as_deref())
+            let (copies, from) = (built.copies.as_ref(), source.stream.as_deref());
+            weights.fetch(seat, copies, &mut built.flat, &source.weights, from)
         })?;
         let device = seat.device();
         let (inject, precision) = (self.options.inject.as_ref(), self.options.precision);

@@ -11,15 +11,15 @@ use crate::error::{Error, Result};
 use crate::torch::seat::Seat;
 use crate::torch::{cuda, grad, no_grad};
 use std::sync::Arc;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// The way between the cards of one model.
 #[derive(Debug)]
 pub(super) enum Link {
     /// Through the host's memory, which is every card's.
     Host,
-    /// From card to card.
-    Peer,
+    /// From card to card; card 0's copies go through this stream.
+    Peer(Stream),
     /// All cards at once.
     Nccl(OneProcess),
 }
@@ -49,9 +49,10 @@ impl Link {
         }
         let all_different = (1..ordinals.len()).all(|i| !ordinals[..i].contains(&ordinals[i]));
         // Without NCCL cards still reach each other; what it costs is for the measurement to show.
+        let copies = Stream::urgent(streams[0].context())?;
         Ok(match all_different.then(|| OneProcess::new(streams)) {
             Some(Ok(group)) => Self::Nccl(group),
-            Some(Err(_)) | None => Self::Peer,
+            Some(Err(_)) | None => Self::Peer(copies),
         })
     }
 
@@ -64,7 +65,7 @@ impl Link {
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Host => "host",
-            Self::Peer => "peer",
+            Self::Peer(_) => "peer",
             Self::Nccl(_) => "nccl",
         }
     }
@@ -73,7 +74,7 @@ impl Link {
     pub(super) fn replicate(&mut self, seat: &Seat, source: &Flat, replicas: &[&Flat]) -> Result<Weights> {
         match self {
             Self::Host => Ok(Weights::Copy),
-            Self::Peer => Ok(Weights::CopyAfter(moment(seat)?)),
+            Self::Peer(_) => Ok(Weights::CopyAfter(moment(seat)?)),
             Self::Nccl(group) => {
                 for (place, tensor) in source.tensors().enumerate() {
                     let there = replicas.iter().filter_map(|replica| replica.tensors().nth(place));
@@ -92,7 +93,6 @@ impl Link {
         own: &mut Gradients,
         replicas: &[(&Gradients, Arc<Event>, Arc<Stream>)],
     ) -> Result<()> {
-        let Some(stream) = seat.stream() else { return Err(no_stream()) };
         // A card that had no rows has no gradients either, and NCCL's group is all cards or none.
         if let Self::Nccl(group) = self
             && group.len() == replicas.len() + 1
@@ -103,17 +103,58 @@ impl Link {
             }
             return Ok(());
         }
+        let own_copies;
+        let copies = match self {
+            Self::Peer(copies) => &*copies,
+            Self::Host | Self::Nccl(_) => {
+                own_copies = Stream::urgent(seat.stream().ok_or_else(no_stream)?.context())?;
+                &own_copies
+            }
+        };
         for (gradients, ready, theirs) in replicas {
-            stream.wait(ready)?;
             for place in 0..own.flats.len() {
                 let (from, to) = (&gradients.flats[place], own.arrival(place)?);
-                cuda::copy(&to, stream, from, theirs.context())?;
+                // What was added from there last must be done with.
+                copies.wait(&*moment(seat)?)?;
+                pull(seat, copies, &to, from, theirs, ready)?;
                 let _ = no_grad(|| own.flats[place].f_add_(&to))?;
             }
         }
         Ok(())
     }
 }
+
+/// Copies from another card once that has come to `ready`; what the calling thread asks its own card for from now on
+/// comes after it.
+fn pull(
+    seat: &Seat,
+    copies: &Stream,
+    to: &Tensor,
+    source: &Tensor,
+    from: &Stream,
+    ready: &Event,
+) -> Result<()> {
+    copies.wait(ready)?;
+    cuda::copy(to, copies, source, from.context())?;
+    if seat.device() == Device::Cpu {
+        // The host computes in the card's place, and cannot be told to wait.
+        let pair = (from.context().ordinal(), copies.context().ordinal());
+        return copies.synchronize(seat.deadline()).map_err(|error| stuck(&error, pair));
+    }
+    let done = Event::new(copies.context(), Timing::No)?;
+    copies.record(&done)?;
+    seat.stream().ok_or_else(no_stream)?.wait(&done)
+}
+
+/// A copy between two cards that does not end.
+fn stuck(error: &Error, (from, to): (usize, usize)) -> Error {
+    Error::new(error.kind(), format!("the copy from cuda:{from} to cuda:{to} does not end: {error}"))
+        .hint(HANGING_COPIES)
+}
+
+/// What people can do about copies between cards that hang.
+pub(super) const HANGING_COPIES: &str = "copies between cards hang where peer access goes a wrong way: `dp-vs-ddp doctor` shows the links; switch off IOMMU \
+     (ACS) in the BIOS, or leave one of the two cards out with --devices";
 
 /// Where the calling thread's card stands.
 pub(super) fn moment(seat: &Seat) -> Result<Arc<Event>> {
@@ -212,18 +253,20 @@ impl Weights {
     pub(super) fn fetch(
         &self,
         seat: &Seat,
+        copies: Option<&Stream>,
         own: &mut Flat,
         source: &Flat,
         from: Option<&Stream>,
     ) -> Result<()> {
-        match (self, seat.stream(), from) {
+        match (self, copies, from) {
             (Self::Copy, ..) => own.copy_from(source),
             (Self::Coming, ..) => Ok(()),
-            (Self::CopyAfter(ready), Some(stream), Some(from)) => {
-                stream.wait(ready)?;
+            (Self::CopyAfter(ready), Some(copies), Some(from)) => {
+                // The last forward must have read what is written over now.
+                copies.wait(&*moment(seat)?)?;
                 own.tensors()
                     .zip(source.tensors())
-                    .try_for_each(|(to, source)| cuda::copy(to, stream, source, from.context()))
+                    .try_for_each(|(to, source)| pull(seat, copies, to, source, from, ready))
             }
             (Self::CopyAfter(_), ..) => Err(no_stream()),
         }

@@ -26,7 +26,7 @@ use crate::card::{Card, Meter};
 use crate::comm::wait::Waiter;
 use crate::config::{InjectPlan, Precision};
 use crate::engine::timed;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::metrics::phase::{Phase, Recorder, Timed};
 use crate::model::{Model, State};
 use crate::torch::optim::Optimizer;
@@ -214,7 +214,14 @@ impl DataParallel {
         let deadline = self.options.deadline;
         let streams = self.streams().unwrap_or_default();
         streams.iter().zip(&self.cards).try_for_each(|(stream, card)| {
-            stream.synchronize(deadline).map_err(|error| error.context(format_args!("card {card}")))
+            stream.synchronize(deadline).map_err(|error| {
+                let error = error.context(format_args!("card {card}"));
+                if self.link.is_flat() && error.kind() == Kind::Timeout {
+                    error.hint(link::HANGING_COPIES)
+                } else {
+                    error
+                }
+            })
         })
     }
 

@@ -247,22 +247,21 @@ fn device_times_and_issue_times_stand_apart() {
 
 #[test]
 fn a_card_that_runs_out_of_memory_is_a_finding_and_the_others_go_on() {
-    let machine = machine(2, "");
     let full =
         format!("[[cuda.fail]]\ncall = \"cuStreamCreateWithPriority\"\ncode = 2\ncard = \"{}\"\n", uuid(1));
-    machine.play(&format!("{}{full}", cards(2)));
+    let machine = Machine::new(&[Library::Cuda, Library::Nccl], &format!("{}{full}", cards(2)));
     let (output, results) = compare(&machine, &["--engines", "single,dp,ddp", "--rounds", "2"]);
-    // DDP has not one round to show: nothing was compared with it.
+    // Two engines have not one round to show: nothing was compared with them.
     assert_eq!(exit(&output), 2, "{}", stderr(&output));
-    let rounds = results["engines"]["ddp"]["rounds"].as_array().unwrap();
-    assert_eq!(rounds.len(), 2);
-    let error = rounds[0]["error"].as_str().unwrap();
-    assert!(error.starts_with("out of memory on card 1 at batch 64 (32 a card): "), "{error}");
-    assert_eq!(rounds[1]["error"], rounds[0]["error"]);
-    for engine in ["single", "dp"] {
+    for engine in ["dp", "ddp"] {
         let rounds = results["engines"][engine]["rounds"].as_array().unwrap();
-        assert!(rounds.iter().all(|round| round["status"] == "ok"), "{engine}: {rounds:?}");
+        assert_eq!(rounds.len(), 2);
+        let error = rounds[0]["error"].as_str().unwrap();
+        assert!(error.starts_with("out of memory on card 1 at batch 64 (32 a card): "), "{engine}: {error}");
+        assert_eq!(rounds[1]["error"], rounds[0]["error"]);
     }
+    let rounds = results["engines"]["single"]["rounds"].as_array().unwrap();
+    assert!(rounds.iter().all(|round| round["status"] == "ok"), "{rounds:?}");
     assert!(results["warnings"].as_array().unwrap().iter().any(|warning| warning["code"] == "cell_failed"));
 }
 
@@ -341,6 +340,89 @@ fn ranks_started_by_hand_compute_on_the_card_of_their_number() {
     let mut opened = opened(&machine);
     opened.sort();
     assert_eq!(opened, [vec![uuid(0)], vec![uuid(1)]]);
+}
+
+// Field case 017: a pair whose copies never end.
+#[test]
+fn a_copy_that_hangs_ends_at_the_deadline_and_names_the_pair() {
+    for (hang, pair) in [("[0, 1]", "cuda:0 to cuda:1"), ("[1, 0]", "cuda:1 to cuda:0")] {
+        let scenario = format!("{}[cuda]\nhang = [{hang}]\n", cards(2));
+        let machine = Machine::new(&[Library::Cuda], &scenario);
+        let start = Instant::now();
+        let (output, _) = compare(&machine, &["--engines", "dp", "--set", "run.deadline_s=2"]);
+        assert_eq!(exit(&output), 2, "{}", stderr(&output));
+        assert!(start.elapsed() < Duration::from_secs(15));
+        let text = stderr(&output);
+        assert!(text.contains(&format!("the copy from {pair} does not end")), "{text}");
+        assert!(text.contains("peer access"), "{text}");
+    }
+}
+
+// Field cases 013, 085: the first card of the list is card 0, whatever its number.
+#[test]
+fn dp_works_on_any_list_of_cards() {
+    let machine = machine(3, "");
+    for devices in ["1,0", "2,0", "1"] {
+        let id = devices.replace(',', "-");
+        let arguments =
+            ["compare", "digits", "--device", "cuda", "--rounds", "1", "--warmup", "0", "--steps", "2"];
+        let mut command = machine.command(&arguments);
+        command.args(["--engines", "single,dp", "--out", "runs", "--run-id", &id, "--devices", devices]);
+        let output = command.output().unwrap();
+        assert_eq!(exit(&output), 0, "{devices}: {}", stderr(&output));
+        let text =
+            std::fs::read_to_string(machine.path().join("runs").join(&id).join("results.json")).unwrap();
+        let results: Value = serde_json::from_str(&text).unwrap();
+        let uuids: Vec<_> =
+            results["environment"]["cards"].as_array().unwrap().iter().map(|c| c["uuid"].clone()).collect();
+        let wanted: Vec<Value> = devices.split(',').map(|n| uuid(n.parse().unwrap()).into()).collect();
+        assert_eq!(uuids, wanted);
+        assert_ne!(results["comparison"]["losses"]["agree"], false);
+    }
+}
+
+// Field cases 046, 167: each task sees one card of its own, or by mistake the same one.
+#[test]
+fn ranks_that_see_one_card_each_use_it_and_the_same_card_twice_is_refused() {
+    let machine = machine(6, "");
+    let store = |name: &str| format!("file:{}", machine.path().join(name).display());
+    let group = |visible: [&str; 2], store: &str| {
+        let children: Vec<_> = (0..2)
+            .map(|rank: usize| {
+                let mut command =
+                    machine.command(&["worker", "digits", "--device", "cuda", "--set", "run.steps=2"]);
+                command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("DPVSDDP_STORE", store);
+                command.env("CUDA_VISIBLE_DEVICES", visible[rank]);
+                command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+                command.spawn().unwrap()
+            })
+            .collect();
+        children.into_iter().map(|child| child.wait_with_output().unwrap()).collect::<Vec<_>>()
+    };
+    for output in group(["5", "3"], &store("apart")) {
+        assert_eq!(exit(&output), 0, "{} {}", stderr(&output), String::from_utf8_lossy(&output.stdout));
+    }
+    let mut opened = opened(&machine);
+    opened.sort();
+    assert_eq!(opened, [vec![uuid(3)], vec![uuid(5)]]);
+    for output in group(["5", "5"], &store("together")) {
+        assert_eq!(exit(&output), 2);
+        let told = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(told.contains("ranks 0 and 1 are on one card, which NCCL cannot do"), "{told}");
+        assert!(told.contains(&format!("rank 1: {}", uuid(5))) && told.contains("LOCAL_RANK"), "{told}");
+    }
+}
+
+// Field case 043: building the communicator fails on one rank.
+#[test]
+fn a_failure_while_ranks_connect_names_the_stage_the_rank_and_the_free_memory() {
+    let fail = "[[nccl.fail]]\ncall = \"ncclCommInitRankConfig\"\ncode = 1\n";
+    let machine = machine(2, fail);
+    let (output, _) = compare(&machine, &["--engines", "ddp"]);
+    assert_eq!(exit(&output), 2);
+    let text = stderr(&output);
+    assert!(text.contains("NCCL cannot connect the ranks (40.0 GiB free): ncclCommInitRankConfig failed: unhandled CUDA error"), "{text}");
+    assert!(text.contains("rank 0") || text.contains("rank 1"), "{text}");
 }
 
 #[test]

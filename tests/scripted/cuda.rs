@@ -55,6 +55,9 @@ struct Section {
     /// Pairs of positions in `card` that cannot reach each other's memory.
     #[serde(default)]
     no_peer: Vec<(usize, usize)>,
+    /// Pairs of positions, from and to, between which copies never end.
+    #[serde(default)]
+    hang: Vec<(usize, usize)>,
     /// File that opened contexts, copies and peers are noted in, a line each.
     log: Option<String>,
 }
@@ -361,6 +364,16 @@ pub extern "C" fn cuCtxPopCurrent_v2(to: *mut *mut c_void) -> c_uint {
 }
 
 #[unsafe(no_mangle)]
+pub extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_uint {
+    call("cuMemGetInfo", |driver| {
+        let bytes = driver.cards[current()?.ordinal].card.memory_bytes as usize;
+        // SAFETY: the caller's.
+        unsafe { (*free, *total) = (bytes / 2, bytes) };
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
 pub extern "C" fn cuCtxGetDevice(device: *mut c_int) -> c_uint {
     call("cuCtxGetDevice", |_| {
         // SAFETY: the caller's.
@@ -576,6 +589,11 @@ pub extern "C" fn cuMemcpyPeerAsync(
     call("cuMemcpyPeerAsync", |driver| {
         let uuid = |raw| Ok::<_, c_uint>(&driver.cards[context(raw)?.ordinal].card.uuid);
         note(&format!("copy {} {} {bytes}", uuid(from_context)?, uuid(to_context)?));
+        let position = |raw| Ok::<_, c_uint>(driver.cards[context(raw)?.ordinal].position);
+        if driver.section.hang.contains(&(position(from_context)?, position(to_context)?)) {
+            let never = Event { ordinal: 0, timed: false, state: Mutex::default(), reached: Condvar::new() };
+            enqueue(stream, Work::Wait(Arc::new(never), 1))?;
+        }
         enqueue(stream, Work::Copy { to, from, bytes })
     })
 }

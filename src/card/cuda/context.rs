@@ -43,6 +43,16 @@ impl Context {
         Ok(check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })?)
     }
 
+    /// Bytes of the card that nobody uses; `None` where the driver does not say.
+    pub fn free_bytes(&self) -> Option<u64> {
+        let (mut free, mut total) = (0, 0);
+        let told = self.within(|| {
+            // SAFETY: both outlive the call.
+            check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })
+        });
+        told.ok().map(|()| free as u64)
+    }
+
     /// Lets this card read the memory of `peer` directly. That they cannot is no error: copies then go
     /// through the host.
     pub fn enable_peer(&self, peer: &Self) -> Result<bool> {

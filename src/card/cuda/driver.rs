@@ -40,6 +40,7 @@ const FUNCTIONS: &[&str] = &[
     "cuEventElapsedTime",
     "cuEventDestroy_v2",
     "cuMemcpyPeerAsync",
+    "cuMemGetInfo_v2",
     "cuGetErrorName",
     "cuGetErrorString",
 ];
@@ -131,6 +132,12 @@ pub struct CudaCard {
 }
 
 impl Driver {
+    /// One with these cards, for deciding what to do with it.
+    #[cfg(test)]
+    pub(crate) fn of(cards: Vec<CudaCard>) -> Self {
+        Self { cuda_version: 13000, scripted: false, cards }
+    }
+
     /// Its cards, in the order of their ordinals.
     pub fn cards(&self) -> &[CudaCard] {
         &self.cards

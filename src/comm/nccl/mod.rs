@@ -9,6 +9,7 @@
 //! operations ask for come one after another. Others work in the card's default stream. The two are ordered
 //! by events alone: [`Collective::after`] on the way in, [`Collective::complete`] on the way out.
 
+mod checks;
 mod communicator;
 mod library;
 mod one_process;
@@ -18,11 +19,12 @@ pub use one_process::OneProcess;
 
 use super::shm::{Member, Shm};
 use super::{Abort, Buffer, Collective, Reduction, Rendezvous};
-use crate::card::cuda::{Event, Stream, Timing};
+use crate::card::cuda::{Event, Stream, Timing, driver};
 use crate::error::{Error, Result};
 use crate::torch::cuda;
 use crate::torch::seat::Seat;
-use crate::units::Nanos;
+use crate::units::{Nanos, bytes};
+use checks::Place;
 use communicator::{Communicator, ID_BYTES, unique_id};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -46,6 +48,24 @@ pub struct Nccl {
     allocations: usize,
 }
 
+/// Where this rank computes, for the others.
+fn place(ordinal: usize) -> Result<Place> {
+    let card = driver()?.cards().get(ordinal);
+    Ok(Place {
+        uuid: card.map(|card| card.uuid.clone()).unwrap_or_default(),
+        bus: card.and_then(|card| card.pci_bus_id.clone()).unwrap_or_default(),
+    })
+}
+
+/// The machine's network interfaces.
+fn interfaces() -> Vec<String> {
+    let names = std::fs::read_dir("/sys/class/net").into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
 /// A collective that the card was asked for.
 #[derive(Debug)]
 struct Pending {
@@ -63,8 +83,12 @@ impl Nccl {
             );
         };
         let rank = member.rank;
+        checks::interface(std::env::var("NCCL_SOCKET_IFNAME").ok().as_deref(), &interfaces())?;
         let stream = Arc::new(Stream::urgent(&context)?);
-        let control = Shm::connect(member, rendezvous)?;
+        let mut control = Shm::connect(member, rendezvous)?;
+        let places = control.exchange(&place(context.ordinal())?.to_bytes())?;
+        // All ranks see the same places, and so the same fault in them.
+        checks::one_card_each(&places.iter().map(|bytes| Place::from_bytes(bytes)).collect::<Vec<_>>())?;
         // Whoever fails here must not leave the others waiting.
         let id = Self::agree_on_id(rank, rendezvous).map_err(|error| control.stop_all(error))?;
         Ok(Self { control, id, seat, stream, communicator: None, pending: VecDeque::new(), allocations: 0 })
@@ -107,8 +131,11 @@ impl Nccl {
                 let (rank, world_size) = (control.rank(), control.world_size());
                 let mut patience = |waited| control.look_after(number, waited);
                 let joined = Communicator::join(rank, world_size, id, &mut patience);
-                let at =
-                    |error: Error| error.context(format_args!("rank {rank}: NCCL cannot connect the ranks"));
+                let free = stream.context().free_bytes().map(|free| format!(" ({} free)", bytes(free)));
+                let free = free.unwrap_or_default();
+                let at = |error: Error| {
+                    error.context(format_args!("rank {rank}: NCCL cannot connect the ranks{free}"))
+                };
                 communicator.insert(joined.map_err(at)?)
             }
         };
