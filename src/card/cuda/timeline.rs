@@ -6,7 +6,7 @@
 use super::{Event, Stream, Timing};
 use crate::Result;
 use crate::units::Nanos;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Event times are single floats of milliseconds: after this long they are coarser than a microsecond.
 const LONGEST_SINCE_ANCHOR: Nanos = Nanos(8_000_000_000);
@@ -18,15 +18,52 @@ const ANCHOR_TRIES: usize = 5;
 /// A moment in a stream that will have a time.
 #[derive(Debug, Clone)]
 pub struct Mark {
-    event: Arc<Event>,
+    event: Arc<Lent>,
     anchor: Arc<Anchor>,
 }
 
 /// A moment known in both times.
 #[derive(Debug)]
 struct Anchor {
-    event: Event,
+    event: Lent,
     at: Nanos,
+}
+
+/// Events that nobody needs at the moment: making one costs as much as recording several.
+#[derive(Debug, Clone, Default)]
+struct Pool(Arc<Mutex<Vec<Event>>>);
+
+/// An event that goes back to its pool.
+#[derive(Debug)]
+struct Lent {
+    /// `None` only while it is being dropped.
+    event: Option<Event>,
+    pool: Pool,
+}
+
+impl Pool {
+    fn take(&self, stream: &Stream) -> Result<Lent> {
+        let idle = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let event = idle.map_or_else(|| Event::new(stream.context(), Timing::Yes), Ok)?;
+        Ok(Lent { event: Some(event), pool: self.clone() })
+    }
+}
+
+impl std::ops::Deref for Lent {
+    type Target = Event;
+
+    fn deref(&self) -> &Event {
+        match &self.event {
+            Some(event) => event,
+            None => unreachable!("taken out by drop alone"),
+        }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.pool.0.lock().unwrap_or_else(PoisonError::into_inner).extend(self.event.take());
+    }
 }
 
 /// What lies between two marks.
@@ -58,12 +95,13 @@ impl Mark {
 pub struct Timeline {
     stream: Arc<Stream>,
     anchor: Option<Arc<Anchor>>,
+    pool: Pool,
 }
 
 impl Timeline {
     /// Of this stream.
     pub fn new(stream: Arc<Stream>) -> Self {
-        Self { stream, anchor: None }
+        Self { stream, anchor: None, pool: Pool::default() }
     }
 
     /// The stream it marks.
@@ -74,7 +112,7 @@ impl Timeline {
     /// Ties the card's time to the host's anew. The stream must be idle: then the event happens when the
     /// host records it.
     pub fn anchor(&mut self) -> Result<()> {
-        let event = Event::new(self.stream.context(), Timing::Yes)?;
+        let event = self.pool.take(&self.stream)?;
         let mut at = Nanos::now();
         // Once more where something came between: the event would be older than the moment read.
         for _ in 0..ANCHOR_TRIES {
@@ -96,7 +134,7 @@ impl Timeline {
             // Better late by what is enqueued than coarse.
             self.anchor()?;
         }
-        let event = Event::new(self.stream.context(), Timing::Yes)?;
+        let event = self.pool.take(&self.stream)?;
         self.stream.record(&event)?;
         let Some(anchor) = self.anchor.clone() else { unreachable!("anchored above") };
         Ok(Mark { event: Arc::new(event), anchor })

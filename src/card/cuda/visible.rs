@@ -93,11 +93,16 @@ fn named(entry: &str, cards: &[Physical]) -> Result<Named, String> {
         // The older name: of the card, then of its instances.
         if let [uuid, gpu, compute] = rest.split('/').collect::<Vec<_>>()[..] {
             let instances = gpu.parse().ok().zip(compute.parse().ok());
-            let found = cards.iter().position(|card| card.uuid == uuid).and_then(|card| {
-                let place = cards[card].slices.iter().position(|slice| slice.instances == instances)?;
-                Some(Named::Slice(card, place))
-            });
-            return found.filter(|_| instances.is_some()).ok_or_else(|| "is no slice".to_owned());
+            let Some(card) = cards.iter().position(|card| card.uuid == uuid).filter(|_| instances.is_some())
+            else {
+                return Err("is no slice".to_owned());
+            };
+            let slices = &cards[card].slices;
+            if slices.iter().any(|slice| slice.instances.is_none()) {
+                return Err("is a slice's older name, which cannot be looked up here".to_owned());
+            }
+            let place = slices.iter().position(|slice| slice.instances == instances);
+            return place.map(|place| Named::Slice(card, place)).ok_or_else(|| "is no slice".to_owned());
         }
         let slices = cards.iter().enumerate().flat_map(|(card, physical)| {
             physical

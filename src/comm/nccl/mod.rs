@@ -35,6 +35,27 @@ use tch::{Device, Kind, Tensor};
 const KEY: &str = "dp-vs-ddp/nccl";
 
 /// Ranks of one host, each on a card of its own.
+///
+/// ```no_run
+/// # use dp_vs_ddp::{Result, card::Card, comm::{Member, nccl::Nccl}, ddp::{DistributedDataParallel, Options}};
+/// # use dp_vs_ddp::torch::{cuda, seat::Seat, store::Store};
+/// # use std::time::Duration;
+/// # fn main() -> Result<()> {
+/// # let (rank, world_size, deadline) = (0, 1, Duration::from_secs(60));
+/// // Before the first tensor.
+/// cuda::load()?;
+/// let seat = Seat::take(&Card::Cuda { index: rank, ordinal: rank }, deadline)?;
+/// let store = tch::nn::VarStore::new(seat.device());
+/// // ... layers, an optimiser ...
+/// let meeting = Store::tcp("127.0.0.1", 29500, world_size, rank == 0, deadline)?;
+/// let member = Member { rank, world_size, deadline, meter: None };
+/// let nccl = Nccl::connect(member, &meeting, seat.clone())?;
+/// let ddp = DistributedDataParallel::new(store, Box::new(nccl), Options { card: rank, seat, ..Options::default() })?;
+/// // Forward, backward and update as on virtual cards; then, once a step:
+/// ddp.synchronize()?;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Nccl {
     control: Shm,
@@ -123,6 +144,8 @@ impl Nccl {
         number: u64,
         ask: impl FnOnce(&mut Communicator, &Stream, communicator::Patience<'_>) -> Result<()>,
     ) -> Result<()> {
+        // Here too: where jobs follow each other without a pause, nobody looks after them in between.
+        self.forget_what_ended()?;
         let Self { control, communicator, stream, id, pending, .. } = self;
         let communicator = match communicator {
             Some(communicator) => communicator,
@@ -165,13 +188,18 @@ impl Nccl {
         error
     }
 
-    fn try_watch(&mut self) -> Result<()> {
+    fn forget_what_ended(&mut self) -> Result<()> {
         while let Some(oldest) = self.pending.front() {
             if !oldest.end.is_reached()? {
                 break;
             }
             self.pending.pop_front();
         }
+        Ok(())
+    }
+
+    fn try_watch(&mut self) -> Result<()> {
+        self.forget_what_ended()?;
         self.control.stopped()?;
         if let Some(communicator) = &self.communicator {
             let rank = self.control.rank();
