@@ -558,10 +558,10 @@ pub struct SampleRow {
     /// Why clocks are lower than they could be, with `|` between; `none` where they are not.
     #[serde(default)]
     pub throttle: Option<String>,
-    /// From the host.
+    /// From the host; every twentieth reading, because asking takes 20 ms.
     #[serde(default)]
     pub pcie_rx_kb_s: Option<u64>,
-    /// To the host.
+    /// To the host; likewise.
     #[serde(default)]
     pub pcie_tx_kb_s: Option<u64>,
     /// From other cards.

@@ -123,10 +123,11 @@ fn a_healthy_card_fills_every_column() {
     let header = file(&machine, "samples.csv");
     for name in header.lines().next().unwrap().split(',').skip(5) {
         let values = column(&machine, name);
-        assert!(
-            values.iter().filter(|value| !value.is_empty()).count() * 2 > values.len(),
-            "{name}: {values:?}"
-        );
+        let told = values.iter().filter(|value| !value.is_empty()).count();
+        // Asking for these takes 20 ms, so it is done now and then.
+        let enough =
+            if name.starts_with("pcie") { told * 30 > values.len() } else { told * 2 > values.len() };
+        assert!(enough, "{name}: {values:?}");
     }
     let card = single(&results);
     // 400 W: energy is that times the time of the measured steps.
@@ -153,7 +154,7 @@ fn what_is_not_supported_is_missing_and_the_rest_goes_on() {
     let (machine, results) = measured(&card(0, "", "memory_used = 1000\ntemperature = 50"));
     assert!(column(&machine, "utilisation_percent").iter().all(String::is_empty));
     assert!(column(&machine, "temperature_c").iter().all(|value| value == "50"));
-    for name in ["utilisation_percent", "power_mw", "energy_mj", "sm_clock_mhz", "throttle", "pcie_rx_kb_s"] {
+    for name in ["utilisation_percent", "power_mw", "energy_mj", "sm_clock_mhz", "throttle"] {
         let account = field(&results, name);
         assert_eq!(
             (&account["samples"], &account["first_error"]),

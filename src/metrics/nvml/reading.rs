@@ -5,6 +5,7 @@
 
 use super::ledger::Missing;
 use crate::units::Nanos;
+use std::collections::BTreeMap;
 
 /// What NVML said of one card at one moment. Every field stands alone.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -128,6 +129,17 @@ pub(super) fn throttle(mask: u64) -> String {
     if reasons.is_empty() { "none".to_owned() } else { reasons.join("|") }
 }
 
+/// The sum over processes of the mean of each one's samples; one that cannot be spoils all.
+pub(super) fn mean_by_process(samples: impl Iterator<Item = (u32, u32)>) -> Result<f64, Missing> {
+    let mut by_process: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
+    for (pid, share) in samples {
+        by_process.entry(pid).or_default().push(percent(f64::from(share))?);
+    }
+    let means = by_process.values().map(|shares| shares.iter().sum::<f64>() / shares.len() as f64);
+    // Not `sum`: that of nothing is minus zero.
+    percent(means.fold(0.0, |sum, mean| sum + mean))
+}
+
 /// Bytes of this run's processes and of others, from pairs of process number and bytes. A process number of
 /// 0, or more than the card has, is rubbish of another struct's layout.
 pub(super) fn shares(
@@ -203,6 +215,15 @@ mod tests {
         assert_eq!(throttle(0), "none");
         assert_eq!(throttle(0x24), "sw_power_cap|sw_thermal");
         assert_eq!(throttle(0x4 | 1 << 40), "sw_power_cap|unknown(0x10000000000)");
+    }
+
+    #[test]
+    fn samples_of_one_process_are_averaged_and_processes_added() {
+        let samples = [(7, 40), (7, 60), (8, 20)];
+        assert_eq!(mean_by_process(samples.into_iter()), Ok(70.0));
+        assert_eq!(mean_by_process([].into_iter()).unwrap().to_string(), "0");
+        assert!(rejected(mean_by_process([(7, 40), (7, 1500)].into_iter())));
+        assert!(rejected(mean_by_process([(7, 80), (8, 60)].into_iter())));
     }
 
     // Field case 100.

@@ -20,6 +20,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 const NVLINK_TX: FieldId = FieldId(138);
 const NVLINK_RX: FieldId = FieldId(139);
 
+/// Readings between two of the same slow field, and between the two slow fields.
+const SLOW_TURNS: usize = 20;
+const FAR_TURN: usize = SLOW_TURNS / 2;
+
 /// The cards of one round.
 #[derive(Debug)]
 pub struct Watch {
@@ -42,6 +46,8 @@ struct Card {
     /// Of the driver's buffer: what was taken already.
     buffered_until: u64,
     processes_until: u64,
+    /// Readings so far.
+    turn: usize,
     energy: Option<u64>,
     foreign: Option<u64>,
     throttle: BTreeMap<String, u64>,
@@ -80,6 +86,8 @@ impl Watch {
             utilisation: None,
             buffered_until: 0,
             processes_until: 0,
+            // Cards take turns with what is slow.
+            turn: index,
             energy: None,
             foreign: None,
             throttle: BTreeMap::new(),
@@ -162,6 +170,7 @@ impl Card {
         if self.power.is_none() {
             self.power = power_kind(&device);
         }
+        self.turn += 1;
         let mut voices = Voices::default();
         let mut reading = Reading::default();
         self.utilisation(&device, &mut voices, &mut reading);
@@ -198,7 +207,13 @@ impl Card {
     /// Mean of what the driver sampled by itself since the last reading; values that cannot be are left out.
     fn buffered(&mut self, device: &Device<'_>) -> Option<f64> {
         let samples = device.samples(Sampling::GpuUtilization, self.buffered_until).ok()?;
-        self.buffered_until = samples.iter().map(|sample| sample.timestamp).max()?.max(self.buffered_until);
+        let latest = samples.iter().map(|sample| sample.timestamp).max()?;
+        let first = self.buffered_until == 0;
+        self.buffered_until = latest.max(self.buffered_until);
+        if first {
+            // What the buffer holds at first is what was before this run.
+            return None;
+        }
         let values: Vec<f64> = samples
             .iter()
             .filter_map(|sample| number(&sample.value))
@@ -236,14 +251,17 @@ impl Card {
         reading.process_memory_bytes =
             self.ledger.take(Field::ProcessMemory, processes.map(|(mine, _)| mine));
 
-        let shares =
-            voices.hear(device.process_utilization_stats(self.processes_until)).and_then(|samples| {
-                let latest = samples.iter().map(|sample| sample.timestamp).max();
-                self.processes_until = latest.unwrap_or(0).max(self.processes_until);
-                let mine = samples.iter().filter(|sample| own.contains(&sample.pid));
-                mine.map(|sample| reading::percent(f64::from(sample.sm_util)))
-                    .try_fold(0.0, |sum, share| Ok(sum + share?))
-            });
+        let told = match device.process_utilization_stats(self.processes_until) {
+            // Nobody computed since the last reading.
+            Err(NvmlError::NotFound) => Ok(Vec::new()),
+            told => told,
+        };
+        let shares = voices.hear(told).and_then(|samples| {
+            let latest = samples.iter().map(|sample| sample.timestamp).max();
+            self.processes_until = latest.unwrap_or(0).max(self.processes_until);
+            let mine = samples.iter().filter(|sample| own.contains(&sample.pid));
+            reading::mean_by_process(mine.map(|sample| (sample.pid, sample.sm_util)))
+        });
         reading.process_utilisation_percent = self.ledger.take(Field::ProcessUtilisation, shares);
     }
 
@@ -259,10 +277,22 @@ impl Card {
         reading.sm_clock_mhz = quantity(Field::SmClock, device.clock_info(Clock::SM), 1 << 16, "MHz");
         reading.memory_clock_mhz =
             quantity(Field::MemoryClock, device.clock_info(Clock::Memory), 1 << 16, "MHz");
-        reading.pcie_rx_kb_s =
-            quantity(Field::PcieRx, device.pcie_throughput(PcieUtilCounter::Receive), 1 << 30, "KB/s");
-        reading.pcie_tx_kb_s =
-            quantity(Field::PcieTx, device.pcie_throughput(PcieUtilCounter::Send), 1 << 30, "KB/s");
+        // The driver watches a counter for 20 ms to answer these: one of them now and then.
+        match self.turn % SLOW_TURNS {
+            0 => {
+                reading.pcie_rx_kb_s = quantity(
+                    Field::PcieRx,
+                    device.pcie_throughput(PcieUtilCounter::Receive),
+                    1 << 30,
+                    "KB/s",
+                );
+            }
+            FAR_TURN => {
+                reading.pcie_tx_kb_s =
+                    quantity(Field::PcieTx, device.pcie_throughput(PcieUtilCounter::Send), 1 << 30, "KB/s");
+            }
+            _ => {}
+        }
 
         let energy = voices
             .hear(device.total_energy_consumption())
