@@ -475,7 +475,10 @@ impl DataParallel {
         mut ask: impl FnMut(&mut Replica, &Waiter<'_>, &mut Vec<Timed>) -> Result<T>,
     ) -> Result<Vec<T>> {
         let meter = self.options.meter.as_deref().map(|meter| meter.card(self.cards[0]));
-        let waiter = Waiter { meter, abort: Some(&self.abort), deadline: self.options.deadline };
+        // A replica that waits for a copy itself knows better what is late, and is to be heard.
+        let grace = if self.link.is_flat() { Duration::from_secs(1) } else { Duration::ZERO };
+        let deadline = self.options.deadline.saturating_add(grace);
+        let waiter = Waiter { meter, abort: Some(&self.abort), deadline };
         let spans = &mut self.spans;
         let owing = self.replicas.iter_mut().filter(|replica| replica.owes_an_answer());
         let answers: Vec<Result<T>> = owing.map(|replica| ask(replica, &waiter, spans)).collect();
