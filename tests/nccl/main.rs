@@ -163,7 +163,7 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
         nccl.start_all_reduce(&buffer, Reduction::Sum)
             .map_or_else(|error| error, |()| until_it_fails(&mut nccl))
     });
-    assert!(start.elapsed() < Duration::from_secs(10));
+    assert!(start.elapsed() < PATIENT);
     let text = all[0].to_string();
     assert!(text.contains("collective 2: all_reduce of 1 Float"), "{text}");
     assert!(text.contains("rank 1 (process ") && text.contains("last seen at collective 1"), "{text}");

@@ -24,6 +24,8 @@ pub(super) struct Gpus {
     pub(super) links: Option<Vec<Vec<Option<String>>>>,
     /// NUMA node of each, by `cuda:i`.
     pub(super) numa_nodes: Vec<Option<i32>>,
+    /// CPU cores near each, as the kernel lists them: `0-15,32-47`.
+    pub(super) near_cores: Vec<Option<String>>,
     /// NCCL's version, or why it cannot be loaded; `None` where nothing would use it.
     pub(super) nccl: Option<Result<String, String>>,
 }
@@ -87,7 +89,11 @@ impl Gpus {
             },
             peers,
             links: if uuids.is_empty() { None } else { nvml::links(&uuids) },
-            numa_nodes: cards.iter().map(numa_node).collect(),
+            numa_nodes: cards
+                .iter()
+                .map(|card| of_bus(card, "numa_node")?.parse().ok().filter(|node| *node >= 0))
+                .collect(),
+            near_cores: cards.iter().map(|card| of_bus(card, "local_cpulist")).collect(),
             nccl: (!cards.is_empty()).then(worker::nccl),
             cuda,
         }
@@ -113,10 +119,11 @@ fn physical(cards: &[Gpu]) -> Vec<Physical> {
     cards.iter().map(card).collect()
 }
 
-fn numa_node(card: &CudaCard) -> Option<i32> {
+/// What the kernel says of a card's place on the bus.
+fn of_bus(card: &CudaCard, file: &str) -> Option<String> {
     let id = card.pci_bus_id.as_ref()?;
-    let text = std::fs::read_to_string(format!("/sys/bus/pci/devices/{id}/numa_node")).ok()?;
-    text.trim().parse().ok().filter(|node| *node >= 0)
+    let text = std::fs::read_to_string(format!("/sys/bus/pci/devices/{id}/{file}")).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
 /// What there is to say of a machine with GPUs; nothing on others.
@@ -246,8 +253,10 @@ fn links(gpus: &Gpus) -> Vec<Finding> {
                 row.iter().map(|link| format!("{:>4}", link.as_deref().unwrap_or("-"))).collect();
             let numa = gpus.numa_nodes.get(index).copied().flatten();
             let numa = numa.map(|node| format!("  NUMA {node}")).unwrap_or_default();
+            let cores = gpus.near_cores.get(index).and_then(Option::as_ref);
+            let cores = cores.map(|cores| format!("  cores {cores}")).unwrap_or_default();
             // Columns stay where they are: these blanks are not for breaking lines at.
-            let row = format!("cuda:{index} {}{numa}", cells.join(" ")).replace(' ', "\u{a0}");
+            let row = format!("cuda:{index} {}{numa}{cores}", cells.join(" ")).replace(' ', "\u{a0}");
             found.push(finding("links", State::Ok, row));
         }
     }
